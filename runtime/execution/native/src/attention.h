@@ -2,29 +2,11 @@
 #pragma once
 
 #include <cmath>
-#include <numeric>
 
+#include "chains.h"
 #include "few_rows.h"
 
 namespace ramet {
-
-// KV rows in the pool; see Span in runtime/batch.py.
-struct Span {
-    const int32_t* pages;
-    int64_t length;
-    const uint8_t* keep;  // [length], 0 for rows that no query sees; null: all rows are seen
-    const float* turn;    // cos and sin [2, dim / 2] that rotate the queries by minus the shift; null: no shift
-    int64_t position;     // position of row 0 in its sequence
-};
-
-// Query rows that attend to a span; see Edge in runtime/batch.py.
-struct Edge {
-    int64_t num_rows;
-    int64_t span;
-    const int32_t* rows;
-    const int32_t* visible;  // [num_rows], end of the span's rows that each query sees; null: the span's length
-    const int32_t* hidden;   // [num_rows], first of the span's rows that each query sees; null: 0
-};
 
 struct Shape {
     int64_t heads;
@@ -47,7 +29,7 @@ struct LayerKV {
 // f is row f / group, head kv_head * group + f % group. A piece is a flash attention (Dao et al., 2022) over blocks of
 // keys. A block is packed for the micro-kernel once for all rows of the piece; for few rows it is read in place.
 // Kernels that multiply bfloat16 pairs round queries and weights to bfloat16; sums stay float32. Few rows over many
-// keys (decoding) are cut along the keys, many rows (prefill) along the rows.
+// keys (decoding) are cut along the keys, many rows (prefill) along the rows. A piece of a chain reads several spans.
 //
 // With bfloat16 pairs, the result of a row is the same to the bit, however the plan is cut and whichever other rows are
 // computed with it. Blocks, and sections of several blocks, are counted from the beginning of the sequence. A block is
@@ -64,7 +46,9 @@ class Attention {
     void plan(const Span* spans, const Edge* edges, int64_t num_edges, int64_t num_rows, int threads) {
         spans_ = spans, edges_ = edges, num_edges_ = num_edges, num_rows_ = num_rows;
         pieces_.clear(), links_.clear(), slot_.clear();
-        find_chains(threads);
+        const int64_t least_chain = 2 * kFewRows / group_ + 1, least = std::max<int64_t>(kLeastFoldedRows / group_, 1);
+        const int64_t heads = shape_.kv_heads, wanted = threads * kPiecesPerThread;
+        chains_.find(edges, num_edges, num_rows, {least_chain, least, most_rows_, heads, 2 * threads, wanted});
         // The cost of a piece is measured in keys x tiles of rows.
         int64_t work = 0;
         row_parts_.assign(num_rows + 1, 0);
@@ -75,11 +59,10 @@ class Attention {
         std::vector<bool> has_one_edge(num_rows);
         for (int64_t row = 0; row < num_rows; ++row) has_one_edge[row] = row_parts_[row + 1] == 1;
         row_parts_.assign(num_rows + 1, 0);
-        for (const Chain& chain : chains_) {
-            add_chain(chain);
-            for (int64_t row = chain.first; row < chain.last; ++row) row_parts_[row + 1] = 1;
+        for (const Chains::Run& run : chains_.runs()) {
+            work += add_run(run);
+            std::fill(row_parts_.begin() + run.first + 1, row_parts_.begin() + run.last + 1, 1);
         }
-        for (const Piece& piece : pieces_) work += piece.cost;
         const int64_t share = work / (threads * kPiecesPerThread) + 1;
         for_each_rows([&](const Edge& edge, int64_t from, int64_t rows, int64_t low, int64_t keys) {
             const bool few = reads_in_place(edge, from, rows);
@@ -93,10 +76,11 @@ class Attention {
             for (int64_t i = from; i < from + rows; ++i) whole = whole && has_one_edge[edge.rows[i]];
             for (int64_t begin = low, end; begin < high; begin = end) {
                 end = end_of(begin);
-                const int64_t link = int64_t(links_.size()), cost = (end - begin) * tiles(rows);
+                const int64_t link = int64_t(links_.size()), slot = int64_t(slot_.size());
+                const int64_t cost = (end - begin) * tiles(rows);
                 links_.push_back({&edge, from, rows, 0, begin, end});
                 for (int64_t head = 0; head < shape_.kv_heads; ++head) {
-                    pieces_.push_back({link, link + 1, edge.rows + from, rows, head, few, whole, int64_t(slot_.size()), cost});
+                    pieces_.push_back({link, link + 1, edge.rows + from, rows, head, few, whole, slot, cost});
                 }
                 int64_t parts = 0;
                 each_part(links_[link], whole, [&](int64_t, int64_t) { ++parts; });
@@ -107,7 +91,8 @@ class Attention {
             }
         });
         // Largest pieces first, so that all threads finish at about the same time.
-        std::stable_sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
+        auto is_larger = [](const Piece& a, const Piece& b) { return a.cost > b.cost; };
+        std::stable_sort(pieces_.begin(), pieces_.end(), is_larger);
         merges_ = false;
         for (int64_t row = 0; row < num_rows; ++row) {
             merges_ |= row_parts_[row + 1] != 1;
@@ -192,12 +177,6 @@ class Attention {
     static constexpr int64_t kMostKeys = 4 * kKeys;  // most keys in a block
     static constexpr int64_t kScoreStride = kMostKeys + 16;
 
-    // Rows [first, last) of the plan that see several spans, one after the other. All edges of a chain have successive
-    // rows, so any run of its rows is a run of rows of each of them.
-    struct Chain {
-        int64_t first, last;
-    };
-
     // Some rows of an edge, and some keys of its span.
     struct Link {
         const Edge* edge;
@@ -207,7 +186,7 @@ class Attention {
     };
 
     struct Piece {
-        int64_t first, last;  // its links: several of a chain, else one
+        int64_t first, last;  // its links: one, or those of a run of a chain
         const int32_t* ids;   // [rows], its rows in the plan
         int64_t rows;
         int64_t head;        // kv head
@@ -232,14 +211,18 @@ class Attention {
         return position % kKeys == 0 ? position % kSection : 0;
     }
 
-    // Call visit(begin, end) for the ranges of keys of a link that are summed separately: whole sections, or single
-    // blocks if another piece may have the beginning of the section.
+    // The end of the keys of a link that are summed together from `begin` on: up to the end of the section, or of the
+    // block if another piece may have the beginning of the section.
+    int64_t end_of_part(const Link& link, bool whole, int64_t begin) const {
+        const int64_t into = (place(*link.edge) + begin) % kSection;
+        return std::min(link.end, begin + (into == 0 || whole ? kSection - into : kKeys));
+    }
+
+    // Call visit(begin, end) for the ranges of keys of a link that are summed separately.
     template <class Visit>
     void each_part(const Link& link, bool whole, const Visit& visit) const {
         for (int64_t begin = link.begin, end; begin < link.end; begin = end) {
-            const int64_t into = (place(*link.edge) + begin) % kSection;
-            end = std::min(link.end, begin + (into == 0 || whole ? kSection - into : kKeys));
-            visit(begin, end);
+            visit(begin, end = end_of_part(link, whole, begin));
         }
     }
 
@@ -306,8 +289,8 @@ class Attention {
         for (int64_t e = 0; e < num_edges_; ++e) {
             const Edge& edge = edges_[e];
             for (int64_t from = 0, to; from < edge.num_rows; from = to) {
-                const bool chained = is_chained(edge.rows[from]);
-                for (to = from + 1; to < edge.num_rows && is_chained(edge.rows[to]) == chained; ++to) {
+                const bool chained = chains_.has(edge.rows[from]);
+                for (to = from + 1; to < edge.num_rows && chains_.has(edge.rows[to]) == chained; ++to) {
                     if (!chained && to - from == most_rows_) break;
                 }
                 if (!chained) visit_keys(edge, from, to - from, visit);
@@ -323,79 +306,22 @@ class Attention {
         if (keys > 0) visit(edge, from, rows, low, keys);
     }
 
-    bool is_chained(int32_t row) const { return !chains_.empty() && chained_[row]; }
-
-    // Find the chains: rows that several edges with successive rows read together. A chain is not cut along the keys, so
-    // it must have rows for all threads.
-    void find_chains(int threads) {
-        chains_.clear();
-        std::vector<int64_t> edges_of(num_rows_ + 1);  // number of edges of a row
-        std::vector<bool> ends(num_rows_ + 1), loose(num_rows_ + 1);
-        for (int64_t e = 0; e < num_edges_; ++e) {
-            const Edge& edge = edges_[e];
-            const bool adjacent = are_adjacent(edge);
-            for (int64_t i = 0; i < edge.num_rows; ++i) {
-                ++edges_of[edge.rows[i]];
-                if (!adjacent) loose[edge.rows[i]] = true;
-            }
-            if (adjacent && edge.num_rows > 0) ends[edge.rows[0] + edge.num_rows] = true;
-        }
-        int64_t chained = 0, most = 1;
-        for (int64_t row = 0, next; row < num_rows_; row = next) {
-            int64_t several = edges_of[row] > 1;
-            for (next = row + 1; next < num_rows_ && !ends[next] && loose[next] == loose[row]; ++next) {
-                several += edges_of[next] > 1;
-            }
-            if (loose[row] || several == 0 || (next - row) * group_ <= 2 * kFewRows) continue;
-            chains_.push_back({row, next});
-            chained += next - row;
-        }
-        if (chains_.empty()) return;
-        const int64_t share = chained * shape_.kv_heads / (threads * kPiecesPerThread);
-        most = std::clamp<int64_t>(share, std::max<int64_t>(kLeastFoldedRows / group_, 1), most_rows_);
-        int64_t pieces = 0;
-        std::vector<Chain> runs;
-        for (const Chain& chain : chains_) {
-            const int64_t rows = chain.last - chain.first, parts = (rows + most - 1) / most;
-            for (int64_t i = 0; i < parts; ++i) {
-                runs.push_back({chain.first + i * rows / parts, chain.first + (i + 1) * rows / parts});
-            }
-            pieces += parts * shape_.kv_heads;
-        }
-        chains_.clear();
-        if (pieces < 2 * threads) return;
-        chains_ = std::move(runs);
-        chained_.assign(num_rows_, false);
-        for (const Chain& chain : chains_) std::fill(chained_.begin() + chain.first, chained_.begin() + chain.last, true);
-        every_row_.resize(num_rows_);
-        std::iota(every_row_.begin(), every_row_.end(), 0);
-    }
-
-    static bool are_adjacent(const Edge& edge) {
-        for (int64_t i = 1; i < edge.num_rows; ++i) {
-            if (edge.rows[i] != edge.rows[0] + i) return false;
-        }
-        return true;
-    }
-
-    // Add the pieces of a chain: one for each kv head, with a link for each edge.
-    void add_chain(const Chain& chain) {
-        const int64_t first = int64_t(links_.size()), rows = chain.last - chain.first;
+    // Add the pieces of a run of a chain: one for each kv head, with a link for each edge. Returns their cost.
+    int64_t add_run(const Chains::Run& run) {
+        const int64_t first = int64_t(links_.size()), rows = run.last - run.first;
         int64_t cost = 0;
         for (int64_t e = 0; e < num_edges_; ++e) {
-            const Edge& edge = edges_[e];
-            if (edge.num_rows == 0) continue;
-            const int64_t start = edge.rows[0], from = std::max(chain.first, start);
-            const int64_t to = std::min(chain.last, start + edge.num_rows);
-            if (from >= to || !are_adjacent(edge)) continue;
-            visit_keys(edge, from - start, to - from, [&](const Edge&, int64_t, int64_t, int64_t low, int64_t keys) {
-                links_.push_back({&edge, from - start, to - from, from - chain.first, low, low + keys});
+            const auto [from, to] = chains_.part(run, edges_[e], e);
+            if (from >= to) continue;
+            visit_keys(edges_[e], from, to - from, [&](const Edge& edge, int64_t, int64_t, int64_t low, int64_t keys) {
+                links_.push_back({&edge, from, to - from, edge.rows[from] - run.first, low, low + keys});
                 cost += keys * tiles(to - from);
             });
         }
         for (int64_t head = 0; head < shape_.kv_heads; ++head) {
-            pieces_.push_back({first, int64_t(links_.size()), every_row_.data() + chain.first, rows, head, false, true, 0, cost});
+            pieces_.push_back({first, int64_t(links_.size()), chains_.ids(run), rows, head, false, true, 0, cost});
         }
+        return cost * shape_.kv_heads;
     }
 
     // Whether to read keys and values in place. This needs few rows, each of which sees all keys of the piece.
@@ -429,7 +355,8 @@ class Attention {
                      int64_t ldq, Scratch& s) {
         const Link& link = links_[index];
         const int64_t folded = link.rows * group_;
-        if (!piece.few && link.end - link.begin <= piece.block(kPairs<T>)) {
+        const bool is_block = link.end - link.begin <= piece.block(kPairs<T>);
+        if (!piece.few && is_block && end_of_part(link, piece.whole, link.begin) == link.end) {
             return attend_short<T>(piece, index, after, kv, q, ldq, s);
         }
         load_queries<T>(piece, link, 0, folded, q, ldq, s);
@@ -442,7 +369,7 @@ class Attention {
         });
     }
 
-    // The same for a link of one block: tile by tile, so that what a tile reads and writes stays in the first-level cache.
+    // The same for a link of one block and one part: tile by tile, so that what a tile uses stays in the first-level cache.
     template <class T>
     void attend_short(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, const float* q,
                       int64_t ldq, Scratch& s) {
@@ -495,7 +422,8 @@ class Attention {
         float* all = s.all.data() + (link.at * group_ + from) * size;
         each_folded(piece, from, to, [&](int64_t row, int64_t head) {
             if (!piece.whole && is_merged(piece.ids[link.at + row])) {
-                set_part(partials_.data() + ((partial(piece, row) + part) * shape_.heads + head) * size, base, sums, values);
+                const int64_t slot = (partial(piece, row) + part) * shape_.heads + head;
+                set_part(partials_.data() + slot * size, base, sums, values);
             } else {
                 add_part(all, base, sums, values);
             }
@@ -847,9 +775,7 @@ class Attention {
     const Edge* edges_ = nullptr;
     int64_t num_edges_ = 0, num_rows_ = 0;
     bool merges_ = false;
-    std::vector<Chain> chains_;
-    std::vector<bool> chained_;       // [num_rows], if there are chains
-    std::vector<int32_t> every_row_;  // 0 to num_rows - 1, if there are chains
+    Chains chains_;
     std::vector<Link> links_;
     std::vector<Piece> pieces_;
     std::vector<int64_t> slot_;       // by row of a piece: its first partial result, counted from the row's first
