@@ -48,7 +48,8 @@ class Attention {
         pieces_.clear(), links_.clear(), slot_.clear();
         const int64_t least_chain = 2 * kFewRows / group_ + 1, least = std::max<int64_t>(kLeastFoldedRows / group_, 1);
         const int64_t heads = shape_.kv_heads, wanted = threads * kPiecesPerThread;
-        chains_.find(edges, num_edges, num_rows, {least_chain, least, most_rows_, heads, 2 * threads, wanted});
+        chains_.find(edges, num_edges, num_rows, {least_chain, least, most_rows_, heads, 2 * threads, wanted},
+                     [this](const Edge& edge) { return edge.hidden == nullptr && place(edge) == 0; });
         // The cost of a piece is measured in keys x tiles of rows.
         int64_t work = 0;
         row_parts_.assign(num_rows + 1, 0);
@@ -369,7 +370,7 @@ class Attention {
         });
     }
 
-    // The same for a link of one block and one part: tile by tile, so that what a tile uses stays in the first-level cache.
+    // The same for a link of one block and one part: tile by tile, so that what a tile uses stays in the fastest cache.
     template <class T>
     void attend_short(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, const float* q,
                       int64_t ldq, Scratch& s) {

@@ -28,7 +28,8 @@ struct Edge {
 };
 
 // Runs of rows that several edges read together, so that a piece of work can sum their spans one after the other, and no
-// partial result is written for each. All edges of these rows have successive rows.
+// partial result is written for each. All edges of these rows have successive rows. None continues a sum that another
+// edge begins: the chain would add it in another order.
 class Chains {
   public:
     struct Run {
@@ -43,19 +44,21 @@ class Chains {
         int64_t least_pieces, wanted_pieces;
     };
 
-    void find(const Edge* edges, int64_t num_edges, int64_t num_rows, const Sizes& sizes) {
+    // `begins(edge)`: whether its sums do not continue those of another edge.
+    template <class Begins>
+    void find(const Edge* edges, int64_t num_edges, int64_t num_rows, const Sizes& sizes, const Begins& begins) {
         runs_.clear();
         std::vector<int64_t> count(num_rows);  // edges of a row
         std::vector<bool> ends(num_rows + 1), loose(num_rows);
-        is_adjacent_.clear();
+        fits_.clear();
         for (int64_t e = 0; e < num_edges; ++e) {
             const Edge& edge = edges[e];
-            is_adjacent_.push_back(are_adjacent(edge));
+            fits_.push_back(are_adjacent(edge) && begins(edge));
             for (int64_t i = 0; i < edge.num_rows; ++i) {
                 ++count[edge.rows[i]];
-                if (!is_adjacent_[e]) loose[edge.rows[i]] = true;
+                if (!fits_[e]) loose[edge.rows[i]] = true;
             }
-            if (is_adjacent_[e] && edge.num_rows > 0) ends[edge.rows[0] + edge.num_rows] = true;
+            if (fits_[e] && edge.num_rows > 0) ends[edge.rows[0] + edge.num_rows] = true;
         }
         std::vector<Run> chains;
         int64_t rows = 0;
@@ -90,7 +93,7 @@ class Chains {
 
     // The part of an edge, by its number, that a run has: rows [first, second) within the edge.
     std::pair<int64_t, int64_t> part(const Run& run, const Edge& edge, int64_t number) const {
-        if (edge.num_rows == 0 || !is_adjacent_[number]) return {0, 0};
+        if (edge.num_rows == 0 || !fits_[number]) return {0, 0};
         const int64_t start = edge.rows[0];
         return {std::max(run.first - start, int64_t(0)), std::min(run.last - start, edge.num_rows)};
     }
@@ -104,7 +107,7 @@ class Chains {
     }
 
     std::vector<Run> runs_;
-    std::vector<bool> has_, is_adjacent_;  // [num_rows], if there are runs; [num_edges]
+    std::vector<bool> has_, fits_;  // [num_rows], if there are runs; [num_edges]
     std::vector<int32_t> ids_;             // 0 to num_rows - 1, if there are runs
 };
 

@@ -148,6 +148,15 @@ def test_a_row_gets_the_same_bits_in_every_company(library, heads, kv_heads, dim
             plan.add(slice(i, i + 1), Span(span.pages[shared // 16 :], seen, position=shared))
         return world.run(plan, q[rows])
 
+    def chunks(shared, threads):
+        """All rows behind `shared` tokens that they read together; two runs of them read the rest."""
+        world.threads, plan = threads, AttentionPlan(rows)
+        plan.add(slice(0, rows), Span(span.pages[: shared // 16], shared))
+        for some in (slice(0, 41), slice(41, rows)):
+            seen = causal_visible(length - shared, rows)[some]
+            plan.add(some, Span(span.pages[shared // 16 :], int(seen[-1]), position=shared), seen)
+        return world.run(plan, q)
+
     plan = AttentionPlan(rows)
     plan.add(slice(0, rows), span, causal_visible(length, rows))
     wanted = world.run(plan, q)
@@ -158,6 +167,7 @@ def test_a_row_gets_the_same_bits_in_every_company(library, heads, kv_heads, dim
             some = [0, 3, 30, 69]
             if shared < length - rows:
                 assert torch.equal(run(some, shared, threads), wanted[some])
+                assert torch.equal(chunks(shared, threads), wanted)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(14, 2, 64), (4, 4, 24)])
