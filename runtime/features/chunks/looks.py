@@ -185,12 +185,11 @@ class QuestionLook(Look):
         slots = [self.sequence.slots(0, self.num_rows, page_size)]
         slots += [slots_of(place.pages, mine, page_size) for place, mine in zip(places, read, strict=True)]
         sizes, at = [*map(len, slots)], torch.from_numpy(np.concatenate(slots)).to(device)
-        shifts = torch.tensor([0, *(place.shift for place in places)], device=device)
-        counts = torch.tensor(sizes, device=device)
-        turn = [part.repeat_interleave(counts, dim=0) for part in self.executor.own.rope.shift(shifts)]
+        shifts = torch.tensor([-place.shift for place in places], device=device)
+        turns = [*zip(*(part.split(1) for part in self.executor.own.rope.shift(shifts)), strict=True)]
         later = torch.from_numpy(own[None] > own[-len(layers[0]) :, None]).to(device)
-        keys = (rotate(pool[layer][at].float(), *turn) for layer in self._probed)
-        found = [_attention(q, those, sizes, later) for q, those in zip(layers, keys, strict=True)]
+        keys = (pool[layer][at].float().split(sizes) for layer in self._probed)
+        found = [_attention(q, those, turns, later) for q, those in zip(layers, keys, strict=True)]
         weights, peaks = (torch.stack(several).mean(0) for several in zip(*found, strict=True))
         rows = np.concatenate([place.rows[mine] for place, mine in zip(places, read, strict=True)])
         by_row = torch.zeros(len(layout.prompt), device=device)  # it stays 0 for rows that no entry holds
@@ -209,27 +208,33 @@ def gather(tensor: torch.Tensor, pages: array[int], rows: np.ndarray, page_size:
 
 
 def _attention(
-    q: torch.Tensor, keys: torch.Tensor, sizes: Sequence[int], later: torch.Tensor
+    q: torch.Tensor, keys: Sequence[torch.Tensor], turns: Sequence[tuple[torch.Tensor, ...]], later: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one layer: mean attention to each row that is read, float32 [rows], and peaks, float32 [places].
 
     Args:
         q: rotated queries of the last n own rows, float32 [n, heads, head_dim].
-        keys: of the own rows, then of each place, at their positions in the prompt, float32 [rows, kv_heads, head_dim].
-        sizes: their numbers.
+        keys: of the own rows, then of each place, float32 [m, kv_heads, head_dim] each.
+        turns: for each place, cos and sin that move queries to the positions at which it is encoded.
         later: bool [n, own rows], whether an own row comes after a query's.
     """
-    heads, kv_heads = q.shape[1], keys.shape[1]
-    weights, peaks = torch.zeros(len(keys), device=q.device), torch.zeros(len(sizes) - 1, device=q.device)
-    size = max(_MOST_WEIGHTS // (heads * len(weights)), 1)
+    sizes = [*map(len, keys)]
+    weights, peaks = torch.zeros(sum(sizes), device=q.device), torch.zeros(len(turns), device=q.device)
+    size = max(_MOST_WEIGHTS // (q.shape[1] * len(weights)), 1)
     for some, hidden in zip(q.split(size), later.split(size), strict=True):
-        grouped = some.unflatten(1, (kv_heads, heads // kv_heads))
-        logits = torch.einsum("nkgd,mkd->nkgm", grouped, keys).flatten(1, 2) / math.sqrt(q.shape[-1])
-        logits[..., : sizes[0]].masked_fill_(hidden[:, None], -torch.inf)
-        attention = logits.softmax(dim=-1)
+        logits = [_logits(some, keys[0]).masked_fill_(hidden[:, None], -torch.inf)]
+        logits += [_logits(rotate(some, *turn), those) for turn, those in zip(turns, keys[1:], strict=True)]
+        attention = torch.cat(logits, dim=-1).softmax(dim=-1)
         weights += attention.sum((0, 1))
         for i, part in enumerate(attention.split(sizes, dim=-1)[1:]):
             if (inner := part[..., _EDGES[0] : -_EDGES[1]]).shape[-1]:
                 peaks[i] += inner.amax(-1).square().sum()
-    count = len(q) * heads
+    count = len(q) * q.shape[1]
     return weights / count, peaks / count
+
+
+def _logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Scaled products, float32 [n, heads, m], of queries [n, heads, head_dim] and keys [m, kv_heads, head_dim]."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    grouped = q.unflatten(1, (kv_heads, heads // kv_heads))
+    return torch.einsum("nkgd,mkd->nkgm", grouped, k).flatten(1, 2) / math.sqrt(q.shape[-1])

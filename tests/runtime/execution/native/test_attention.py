@@ -188,7 +188,9 @@ def test_rows_that_read_many_spans_get_the_same_bits_in_every_company(library, h
         world.threads, plan = threads, AttentionPlan(last - first + len(others))
         for start, span in reads:
             if (mine := max(start - first, 0)) < last - first:
-                seen = list(range(mine, last - first)) + [last - first + i for i, row in enumerate(others) if row >= start]
+                seen = list(range(mine, last - first)) + [
+                    last - first + i for i, row in enumerate(others) if row >= start
+                ]
                 together = len(seen) == plan.num_rows - mine
                 plan.add(slice(mine, plan.num_rows) if together else torch.tensor(seen), span)
         visible = causal_visible(200, rows) if rows > 1 else None
