@@ -314,10 +314,11 @@ class Attention {
         for (int64_t e = 0; e < num_edges_; ++e) {
             const auto [from, to] = chains_.part(run, edges_[e], e);
             if (from >= to) continue;
-            visit_keys(edges_[e], from, to - from, [&](const Edge& edge, int64_t, int64_t, int64_t low, int64_t keys) {
-                links_.push_back({&edge, from, to - from, edge.rows[from] - run.first, low, low + keys});
-                cost += keys * tiles(to - from);
-            });
+            auto add = [&](const Edge& edge, int64_t begin, int64_t count, int64_t low, int64_t keys) {
+                links_.push_back({&edge, begin, count, edge.rows[begin] - run.first, low, low + keys});
+                cost += keys * tiles(count);
+            };
+            visit_keys(edges_[e], from, to - from, add);
         }
         for (int64_t head = 0; head < shape_.kv_heads; ++head) {
             pieces_.push_back({first, int64_t(links_.size()), chains_.ids(run), rows, head, false, true, 0, cost});
