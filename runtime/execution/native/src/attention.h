@@ -3,27 +3,10 @@
 
 #include <cmath>
 
+#include "chains.h"
 #include "few_rows.h"
 
 namespace ramet {
-
-// KV rows in the pool; see Span in runtime/batch.py.
-struct Span {
-    const int32_t* pages;
-    int64_t length;
-    const uint8_t* keep;  // [length], 0 for rows that no query sees; null: all rows are seen
-    const float* turn;    // cos and sin [2, dim / 2] that rotate the queries by minus the shift; null: no shift
-    int64_t position;     // position of row 0 in its sequence
-};
-
-// Query rows that attend to a span; see Edge in runtime/batch.py.
-struct Edge {
-    int64_t num_rows;
-    int64_t span;
-    const int32_t* rows;
-    const int32_t* visible;  // [num_rows], end of the span's rows that each query sees; null: the span's length
-    const int32_t* hidden;   // [num_rows], first of the span's rows that each query sees; null: 0
-};
 
 struct Shape {
     int64_t heads;
@@ -46,7 +29,7 @@ struct LayerKV {
 // f is row f / group, head kv_head * group + f % group. A piece is a flash attention (Dao et al., 2022) over blocks of
 // keys. A block is packed for the micro-kernel once for all rows of the piece; for few rows it is read in place.
 // Kernels that multiply bfloat16 pairs round queries and weights to bfloat16; sums stay float32. Few rows over many
-// keys (decoding) are cut along the keys, many rows (prefill) along the rows.
+// keys (decoding) are cut along the keys, many rows (prefill) along the rows. A piece of a chain reads several spans.
 //
 // With bfloat16 pairs, the result of a row is the same to the bit, however the plan is cut and whichever other rows are
 // computed with it. Blocks, and sections of several blocks, are counted from the beginning of the sequence. A block is
@@ -57,26 +40,32 @@ class Attention {
     // `gives_pairs`: whether results are rounded to bfloat16 pairs for the next product.
     explicit Attention(const Shape& shape, bool gives_pairs = false)
         : shape_(shape), gives_pairs_(gives_pairs), group_(shape.heads / shape.kv_heads),
-          wide_(round_up(shape.dim, kPanel)) {}
+          wide_(round_up(shape.dim, kPanel)), most_rows_(std::max<int64_t>(kFoldedRows / group_, 1)) {}
 
     // Cut the plan. One thread calls this before all threads call `run`.
     void plan(const Span* spans, const Edge* edges, int64_t num_edges, int64_t num_rows, int threads) {
-        spans_ = spans, edges_ = edges, num_rows_ = num_rows;
-        pieces_.clear();
-        slot_.clear();
-        const int64_t most_rows = std::max<int64_t>(kFoldedRows / group_, 1);
+        spans_ = spans, edges_ = edges, num_edges_ = num_edges, num_rows_ = num_rows;
+        pieces_.clear(), links_.clear(), slot_.clear();
+        const int64_t least_chain = 2 * kFewRows / group_ + 1, least = std::max<int64_t>(kLeastFoldedRows / group_, 1);
+        const int64_t heads = shape_.kv_heads, wanted = threads * kPiecesPerThread;
+        chains_.find(edges, num_edges, num_rows, {least_chain, least, most_rows_, heads, 2 * threads, wanted},
+                     [this](const Edge& edge) { return edge.hidden == nullptr && place(edge) == 0; });
         // The cost of a piece is measured in keys x tiles of rows.
         int64_t work = 0;
         row_parts_.assign(num_rows + 1, 0);
-        for_each_rows(num_edges, most_rows, [&](const Edge& edge, int64_t from, int64_t rows, int64_t, int64_t keys) {
+        for_each_rows([&](const Edge& edge, int64_t from, int64_t rows, int64_t, int64_t keys) {
             work += keys * tiles(rows) * shape_.kv_heads;
             for (int64_t i = from; i < from + rows; ++i) ++row_parts_[edge.rows[i] + 1];
         });
         std::vector<bool> has_one_edge(num_rows);
         for (int64_t row = 0; row < num_rows; ++row) has_one_edge[row] = row_parts_[row + 1] == 1;
         row_parts_.assign(num_rows + 1, 0);
+        for (const Chains::Run& run : chains_.runs()) {
+            work += add_run(run);
+            std::fill(row_parts_.begin() + run.first + 1, row_parts_.begin() + run.last + 1, 1);
+        }
         const int64_t share = work / (threads * kPiecesPerThread) + 1;
-        auto cut = [&](const Edge& edge, int64_t from, int64_t rows, int64_t low, int64_t keys) {
+        for_each_rows([&](const Edge& edge, int64_t from, int64_t rows, int64_t low, int64_t keys) {
             const bool few = reads_in_place(edge, from, rows);
             // A piece smaller than a section writes a partial result for each block, which is expensive for many rows.
             const bool fine = few || share / tiles(rows) < kSection / 4;
@@ -88,22 +77,23 @@ class Attention {
             for (int64_t i = from; i < from + rows; ++i) whole = whole && has_one_edge[edge.rows[i]];
             for (int64_t begin = low, end; begin < high; begin = end) {
                 end = end_of(begin);
+                const int64_t link = int64_t(links_.size()), slot = int64_t(slot_.size());
+                const int64_t cost = (end - begin) * tiles(rows);
+                links_.push_back({&edge, from, rows, 0, begin, end});
                 for (int64_t head = 0; head < shape_.kv_heads; ++head) {
-                    pieces_.push_back({&edge, from, rows, head, begin, end, few, whole, int64_t(slot_.size())});
+                    pieces_.push_back({link, link + 1, edge.rows + from, rows, head, few, whole, slot, cost});
                 }
                 int64_t parts = 0;
-                each_part(pieces_.back(), [&](int64_t, int64_t) { ++parts; });
+                each_part(links_[link], whole, [&](int64_t, int64_t) { ++parts; });
                 for (int64_t i = from; i < from + rows; ++i) {
                     slot_.push_back(row_parts_[edge.rows[i] + 1]);
                     row_parts_[edge.rows[i] + 1] += whole ? 1 : parts;
                 }
             }
-        };
-        for_each_rows(num_edges, most_rows, cut);
-        // Largest pieces first, so that all threads finish at about the same time.
-        std::stable_sort(pieces_.begin(), pieces_.end(), [this](const Piece& a, const Piece& b) {
-            return (a.end - a.begin) * tiles(a.rows) > (b.end - b.begin) * tiles(b.rows);
         });
+        // Largest pieces first, so that all threads finish at about the same time.
+        auto is_larger = [](const Piece& a, const Piece& b) { return a.cost > b.cost; };
+        std::stable_sort(pieces_.begin(), pieces_.end(), is_larger);
         merges_ = false;
         for (int64_t row = 0; row < num_rows; ++row) {
             merges_ |= row_parts_[row + 1] != 1;
@@ -113,10 +103,12 @@ class Attention {
         partials_.reserve(row_parts_[num_rows] * shape_.heads * partial_size());
         begins_section_.resize(row_parts_[num_rows]);
         for (const Piece& piece : pieces_) {
+            if (piece.whole) continue;
+            const Link& link = links_[piece.first];
             int64_t part = 0;
-            each_part(piece, [&](int64_t begin, int64_t) {
-                for (int64_t i = 0; i < piece.rows && !piece.whole; ++i) {
-                    begins_section_[partial(piece, i) + part] = (place(*piece.edge) + begin) % kSection == 0;
+            each_part(link, false, [&](int64_t begin, int64_t) {
+                for (int64_t i = 0; i < piece.rows; ++i) {
+                    begins_section_[partial(piece, i) + part] = (place(*link.edge) + begin) % kSection == 0;
                 }
                 ++part;
             });
@@ -179,20 +171,30 @@ class Attention {
   private:
     static constexpr int64_t kSection = 16 * kKeys;
     static constexpr int64_t kFoldedRows = 192;     // of a piece: enough to repay packing a block
+    static constexpr int64_t kLeastFoldedRows = 48;  // of a chain's piece
     static constexpr int64_t kLeastKeys = 256;      // of a piece: fewer would not repay its partial result
     static constexpr int64_t kPiecesPerThread = 6;
     static constexpr int kFewRows = 4;         // most folded rows computed together over keys read in place
     static constexpr int64_t kMostKeys = 4 * kKeys;  // most keys in a block
     static constexpr int64_t kScoreStride = kMostKeys + 16;
 
-    struct Piece {
+    // Some rows of an edge, and some keys of its span.
+    struct Link {
         const Edge* edge;
         int64_t from, rows;  // within the edge
-        int64_t head;        // kv head
+        int64_t at;          // of the piece's rows, the first of these
         int64_t begin, end;  // keys
+    };
+
+    struct Piece {
+        int64_t first, last;  // its links: one, or those of a run of a chain
+        const int32_t* ids;   // [rows], its rows in the plan
+        int64_t rows;
+        int64_t head;        // kv head
         bool few;            // whether it has few rows, so that keys are read in place
         bool whole;          // whether its rows have no other piece for this head
-        int64_t first_slot;  // index into slot_ of row `from`
+        int64_t first_slot;  // index into slot_ of its first row
+        int64_t cost;
 
         // Keys of a block: many repay the search for the largest scores, but they must stay in the cache.
         int64_t block(bool pairs) const { return few || pairs ? kMostKeys : kKeys; }
@@ -202,7 +204,7 @@ class Attention {
     int64_t partial_size() const { return kLanes + shape_.dim + 1; }
     // Index of the first partial result of a row of a piece.
     int64_t partial(const Piece& piece, int64_t row) const {
-        return row_parts_[piece.edge->rows[piece.from + row]] + slot_[piece.first_slot + row];
+        return row_parts_[piece.ids[row]] + slot_[piece.first_slot + row];
     }
     // The offset of a span's row 0 from the beginning of its section.
     int64_t place(const Edge& edge) const {
@@ -210,14 +212,18 @@ class Attention {
         return position % kKeys == 0 ? position % kSection : 0;
     }
 
-    // Call visit(begin, end) for the ranges of keys of a piece that are summed separately: whole sections, or single
-    // blocks if another piece may have the beginning of the section.
+    // The end of the keys of a link that are summed together from `begin` on: up to the end of the section, or of the
+    // block if another piece may have the beginning of the section.
+    int64_t end_of_part(const Link& link, bool whole, int64_t begin) const {
+        const int64_t into = (place(*link.edge) + begin) % kSection;
+        return std::min(link.end, begin + (into == 0 || whole ? kSection - into : kKeys));
+    }
+
+    // Call visit(begin, end) for the ranges of keys of a link that are summed separately.
     template <class Visit>
-    void each_part(const Piece& piece, const Visit& visit) const {
-        for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
-            const int64_t into = (place(*piece.edge) + begin) % kSection;
-            end = std::min(piece.end, begin + (into == 0 || piece.whole ? kSection - into : kKeys));
-            visit(begin, end);
+    void each_part(const Link& link, bool whole, const Visit& visit) const {
+        for (int64_t begin = link.begin, end; begin < link.end; begin = end) {
+            visit(begin, end = end_of_part(link, whole, begin));
         }
     }
 
@@ -234,8 +240,13 @@ class Attention {
         if (highest == kMinusInfinity) return;
         const float mine = power_of_two(top - highest), other = power_of_two(*base - highest);
         top = highest;
-        for (int i = 0; i < kLanes; ++i) to[i] = to[i] * mine + sums[i] * other;
-        for (int64_t d = 0; d < shape_.dim; ++d) to[kLanes + d] = to[kLanes + d] * mine + values[d] * other;
+        // Both factors are powers of two, so only the additions round.
+        const Vec m = set1(mine), o = set1(other);
+        store(to, fma(load(sums), o, mul(load(to), m)));
+        to += kLanes;
+        each_lanes(shape_.dim, [&](int64_t d, auto n) {
+            store_lanes(to + d, fma(load_lanes(values + d, n), o, mul(load_lanes(to + d, n), m)), n);
+        });
     }
     void add_part(float* to, const float* part) const {
         add_part(to, part + kLanes + shape_.dim, part, part + kLanes);
@@ -272,18 +283,47 @@ class Attention {
         return {*least, *most};
     }
 
-    // Call visit(edge, first row, number of rows, first key, number of keys) for runs of rows that see any key.
+    // Call visit(edge, first row, number of rows, first key, number of keys) for runs of rows that see any key, but for
+    // rows of chains.
     template <class Visit>
-    void for_each_rows(int64_t num_edges, int64_t most_rows, const Visit& visit) const {
-        for (int64_t e = 0; e < num_edges; ++e) {
+    void for_each_rows(const Visit& visit) const {
+        for (int64_t e = 0; e < num_edges_; ++e) {
             const Edge& edge = edges_[e];
-            for (int64_t from = 0; from < edge.num_rows; from += most_rows) {
-                const int64_t rows = std::min(most_rows, edge.num_rows - from);
-                const int64_t low = hidden(edge, from, from + rows).first / kKeys * kKeys;
-                const int64_t keys = limits(edge, from, from + rows).second - low;
-                if (keys > 0) visit(edge, from, rows, low, keys);
+            for (int64_t from = 0, to; from < edge.num_rows; from = to) {
+                const bool chained = chains_.has(edge.rows[from]);
+                for (to = from + 1; to < edge.num_rows && chains_.has(edge.rows[to]) == chained; ++to) {
+                    if (!chained && to - from == most_rows_) break;
+                }
+                if (!chained) visit_keys(edge, from, to - from, visit);
             }
         }
+    }
+
+    // Call visit(edge, from, rows, first key, number of keys) if these rows see any key.
+    template <class Visit>
+    void visit_keys(const Edge& edge, int64_t from, int64_t rows, const Visit& visit) const {
+        const int64_t low = hidden(edge, from, from + rows).first / kKeys * kKeys;
+        const int64_t keys = limits(edge, from, from + rows).second - low;
+        if (keys > 0) visit(edge, from, rows, low, keys);
+    }
+
+    // Add the pieces of a run of a chain: one for each kv head, with a link for each edge. Returns their cost.
+    int64_t add_run(const Chains::Run& run) {
+        const int64_t first = int64_t(links_.size()), rows = run.last - run.first;
+        int64_t cost = 0;
+        for (int64_t e = 0; e < num_edges_; ++e) {
+            const auto [from, to] = chains_.part(run, edges_[e], e);
+            if (from >= to) continue;
+            auto add = [&](const Edge& edge, int64_t begin, int64_t count, int64_t low, int64_t keys) {
+                links_.push_back({&edge, begin, count, edge.rows[begin] - run.first, low, low + keys});
+                cost += keys * tiles(count);
+            };
+            visit_keys(edges_[e], from, to - from, add);
+        }
+        for (int64_t head = 0; head < shape_.kv_heads; ++head) {
+            pieces_.push_back({first, int64_t(links_.size()), chains_.ids(run), rows, head, false, true, 0, cost});
+        }
+        return cost * shape_.kv_heads;
     }
 
     // Whether to read keys and values in place. This needs few rows, each of which sees all keys of the piece.
@@ -297,85 +337,146 @@ class Attention {
     template <class T>
     void attend(const Piece& piece, const Piece* after, const LayerKV& kv, const float* q, int64_t ldq, float* out,
                 int64_t ldo, Scratch& s) {
-        const Edge& edge = *piece.edge;
-        const int64_t dim = shape_.dim, folded = piece.rows * group_, size = partial_size();
-        float* queries = s.q.reserve(folded * wide_);
-        s.out.reserve(folded * wide_), s.top.reserve(folded), s.sum.reserve(folded * kLanes);
-        // Scores are scaled by log2(e), so that weights are powers of two.
-        const float factor = kLog2E / std::sqrt(float(dim));
-        auto head_of = [&](int64_t f) { return piece.head * group_ + f % group_; };
-        for (int64_t f = 0; f < folded; ++f) {
-            int64_t row = edge.rows[piece.from + f / group_];
-            load_query<T>(q + row * ldq + head_of(f) * dim, spans_[edge.span].turn, factor, queries + f * wide_);
-        }
-        if (piece.few && !kPairs<T>) split<T>(queries, folded * wide_);
+        const int64_t folded = piece.rows * group_, size = partial_size();
         float* all = s.all.reserve(folded * size);
-        int64_t part = 0;
-        each_part(piece, [&](int64_t begin, int64_t end) {
-            attend_part<T>(piece, after, kv, begin, end, s);
-            for (int64_t f = 0; f < folded; ++f) {
-                const int64_t row = edge.rows[piece.from + f / group_];
-                float* values = s.out.data() + f * wide_;
-                if (piece.few && !kPairs<T>) join<T>(values, wide_);
-                const float *base = s.top.data() + f, *sums = s.sum.data() + f * kLanes;
-                if (row_parts_[row + 1] - row_parts_[row] != 1) {
-                    const int64_t slot = (partial(piece, f / group_) + part) * shape_.heads + head_of(f);
-                    set_part(partials_.data() + slot * size, base, sums, values);
-                } else if (begin == piece.begin) {
-                    set_part(all + f * size, base, sums, values);
-                } else {
-                    add_part(all + f * size, base, sums, values);
-                }
-            }
-            ++part;
+        std::fill_n(all, folded * size, 0.0f);
+        for (int64_t f = 0; f < folded; ++f) all[(f + 1) * size - 1] = kMinusInfinity;
+        for (int64_t i = piece.first; i < piece.last; ++i) attend_link<T>(piece, i, after, kv, q, ldq, s);
+        each_folded(piece, 0, folded, [&](int64_t row, int64_t head) {
+            if (!is_merged(piece.ids[row])) finish(all, kv, head, out + piece.ids[row] * ldo);
+            all += size;
         });
-        for (int64_t f = 0; f < folded; ++f) {
-            const int64_t row = edge.rows[piece.from + f / group_];
-            if (row_parts_[row + 1] - row_parts_[row] == 1) finish(all + f * size, kv, head_of(f), out + row * ldo);
+    }
+
+    // Whether a row's result comes from several pieces.
+    bool is_merged(int64_t row) const { return row_parts_[row + 1] - row_parts_[row] != 1; }
+
+    // Add a link's attention to the results of its rows.
+    template <class T>
+    void attend_link(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, const float* q,
+                     int64_t ldq, Scratch& s) {
+        const Link& link = links_[index];
+        const int64_t folded = link.rows * group_;
+        const bool is_block = link.end - link.begin <= piece.block(kPairs<T>);
+        if (!piece.few && is_block && end_of_part(link, piece.whole, link.begin) == link.end) {
+            return attend_short<T>(piece, index, after, kv, q, ldq, s);
+        }
+        load_queries<T>(piece, link, 0, folded, q, ldq, s);
+        if (piece.few && !kPairs<T>) split<T>(s.q.data(), folded * wide_);
+        int64_t part = 0;
+        each_part(link, piece.whole, [&](int64_t begin, int64_t end) {
+            attend_part<T>(piece, index, after, kv, begin, end, s);
+            if (piece.few && !kPairs<T>) join<T>(s.out.data(), folded * wide_);
+            add_result(piece, link, 0, folded, part++, s);
+        });
+    }
+
+    // The same for a link of one block and one part: tile by tile, so that what a tile uses stays in the fastest cache.
+    template <class T>
+    void attend_short(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, const float* q,
+                      int64_t ldq, Scratch& s) {
+        const Link& link = links_[index];
+        s.upcoming = upcoming(piece, index, after, kv, link.end);
+        prepare<T>(piece, link, kv, link.begin, link.end - link.begin, s);
+        each_tile(link, [&](int64_t from, int64_t to) {
+            load_queries<T>(piece, link, from, to, q, ldq, s);
+            clear_sums(to - from, s);
+            attend_keys<T>(link, 0, from, to, link.begin, link.end - link.begin, s);
+            add_result(piece, link, from, to, 0, s);
+        });
+        s.upcoming.fetch_rest();
+    }
+
+    // Call visit(row of the link, head) for folded rows [from, to) of a link.
+    template <class Visit>
+    [[gnu::always_inline]] void each_folded(const Piece& piece, int64_t from, int64_t to, const Visit& visit) const {
+        // A division for each would take as long as a few keys.
+        for (int64_t row = from / group_, head = from % group_; from < to; ++from) {
+            visit(row, piece.head * group_ + head);
+            if (++head == group_) head = 0, ++row;
         }
     }
 
-    // Attention of a piece to its keys [begin, end), block by block.
+    // Load the queries of folded rows [from, to) of a link.
     template <class T>
-    void attend_part(const Piece& piece, const Piece* after, const LayerKV& kv, int64_t begin, int64_t end,
-                     Scratch& s) {
-        const int64_t folded = piece.rows * group_;
-        std::fill_n(s.out.data(), folded * wide_, 0.0f);
-        std::fill_n(s.sum.data(), folded * kLanes, 0.0f);
-        std::fill_n(s.top.data(), folded, kMinusInfinity);
+    void load_queries(const Piece& piece, const Link& link, int64_t from, int64_t to, const float* q, int64_t ldq,
+                      Scratch& s) {
+        float* queries = s.q.reserve((to - from) * wide_);
+        // Scores are scaled by log2(e), so that weights are powers of two.
+        const float factor = kLog2E / std::sqrt(float(shape_.dim)), *turn = spans_[link.edge->span].turn;
+        const int32_t* ids = piece.ids + link.at;
+        each_folded(piece, from, to, [&](int64_t row, int64_t head) {
+            load_query<T>(q + ids[row] * ldq + head * shape_.dim, turn, factor, queries);
+            queries += wide_;
+        });
+    }
+
+    void clear_sums(int64_t folded, Scratch& s) {
+        std::fill_n(s.out.reserve(folded * wide_), folded * wide_, 0.0f);
+        std::fill_n(s.sum.reserve(folded * kLanes), folded * kLanes, 0.0f);
+        std::fill_n(s.top.reserve(folded), folded, kMinusInfinity);
+    }
+
+    // Add what the scratch buffers have of folded rows [from, to) of a link, its part number `part`, to their results.
+    void add_result(const Piece& piece, const Link& link, int64_t from, int64_t to, int64_t part, Scratch& s) {
+        const int64_t size = partial_size();
+        const float *base = s.top.data(), *sums = s.sum.data(), *values = s.out.data();
+        float* all = s.all.data() + (link.at * group_ + from) * size;
+        each_folded(piece, from, to, [&](int64_t row, int64_t head) {
+            if (!piece.whole && is_merged(piece.ids[link.at + row])) {
+                const int64_t slot = (partial(piece, row) + part) * shape_.heads + head;
+                set_part(partials_.data() + slot * size, base, sums, values);
+            } else {
+                add_part(all, base, sums, values);
+            }
+            ++base, sums += kLanes, values += wide_, all += size;
+        });
+    }
+
+    // Attention of a link to its keys [begin, end), block by block.
+    template <class T>
+    void attend_part(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, int64_t begin,
+                     int64_t end, Scratch& s) {
+        const Link& link = links_[index];
+        clear_sums(link.rows * group_, s);
         for (int64_t next; begin < end; begin = next) {
             next = std::min(begin + piece.block(kPairs<T>), end);
-            if (next < piece.end) {
-                s.upcoming = upcoming(piece, kv, next);
-            } else {
-                s.upcoming = after == nullptr ? Upcoming() : upcoming(*after, kv, after->begin);
-            }
+            s.upcoming = upcoming(piece, index, after, kv, next);
             if (piece.few) {
-                attend_in_place<T>(piece, kv, begin, next - begin, s);
+                attend_in_place<T>(piece, link, kv, begin, next - begin, s);
             } else {
-                attend_block<T>(piece, kv, begin, next - begin, s);
+                prepare<T>(piece, link, kv, begin, next - begin, s);
+                each_tile(link, [&](int64_t from, int64_t to) {
+                    attend_keys<T>(link, from, from, to, begin, next - begin, s);
+                });
             }
             s.upcoming.fetch_rest();
         }
     }
 
-    // What to prefetch: the block of keys and values that begins at `begin`, for the piece's head.
-    Upcoming upcoming(const Piece& piece, const LayerKV& kv, int64_t begin) const {
+    // What to prefetch: the block of keys and values that begins at `begin`, or the first one of the next link.
+    Upcoming upcoming(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, int64_t begin) const {
+        if (begin < links_[index].end) return upcoming(piece, links_[index], kv, begin);
+        if (++index < piece.last) return upcoming(piece, links_[index], kv, links_[index].begin);
+        return after == nullptr ? Upcoming() : upcoming(*after, links_[after->first], kv, links_[after->first].begin);
+    }
+    Upcoming upcoming(const Piece& piece, const Link& link, const LayerKV& kv, int64_t begin) const {
         const int64_t bytes = shape_.dim * (shape_.is_bf16 ? 2 : 4);
-        const int64_t end = std::min(begin + piece.block(kMultipliesPairs && shape_.is_bf16), piece.end);
-        return Upcoming(spans_[piece.edge->span].pages, shape_.page_size, begin, end,
+        const int64_t end = std::min(begin + piece.block(kMultipliesPairs && shape_.is_bf16), link.end);
+        return Upcoming(spans_[link.edge->span].pages, shape_.page_size, begin, end,
                         static_cast<const char*>(kv.k) + piece.head * bytes,
                         static_cast<const char*>(kv.v) + piece.head * bytes, shape_.kv_heads * bytes, bytes);
     }
 
     // Attention of few rows to a block of keys, read in place.
     template <class T>
-    void attend_in_place(const Piece& piece, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
+    void attend_in_place(const Piece& piece, const Link& link, const LayerKV& kv, int64_t begin, int64_t count,
+                         Scratch& s) {
         const int64_t bytes = shape_.dim * int64_t(sizeof(T)), stride = shape_.kv_heads * bytes;
-        const int64_t padded = round_up(count, kPanel), folded = piece.rows * group_;
+        const int64_t padded = round_up(count, kPanel), folded = link.rows * group_;
         int64_t* offsets = s.offsets.reserve(kMostKeys + kPanel);
         int64_t i = 0;
-        each_slot(spans_[piece.edge->span], begin, begin + count, [&](int64_t slot) { offsets[i++] = slot * stride; });
+        each_slot(spans_[link.edge->span], begin, begin + count, [&](int64_t slot) { offsets[i++] = slot * stride; });
         for (; i < padded; ++i) offsets[i] = offsets[count - 1];
         s.scores.reserve(kFewRows * (kMostKeys + kPanel));
         const char* k = static_cast<const char*>(kv.k) + piece.head * bytes;
@@ -399,40 +500,47 @@ class Attention {
                          s.upcoming);
     }
 
-    // Attention of many rows to a block of keys, which is packed first.
+    // Pack a block of keys and values for many rows.
     template <class T>
-    void attend_block(const Piece& piece, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
-        const Span& span = spans_[piece.edge->span];
-        const int64_t folded = piece.rows * group_, num_tiles = tiles(piece.rows);
-        static constexpr auto table = tiles_of<kPairs<T>>(std::make_integer_sequence<int, kMaxRows>());
+    void prepare(const Piece& piece, const Link& link, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
         constexpr int64_t kTogether = kPairs<T> ? 2 : 1;
         s.keys.reserve(kMostKeys * wide_), s.values.reserve(kMostKeys * wide_);
         s.scores.reserve(kMaxRows * kScoreStride), s.bias.reserve(kMaxRows * kMostKeys);
         for (int64_t b = 0; b < count; b += kKeys) {
-            prepare_block<T>(span, kv, piece.head, begin + b, std::min(kKeys, count - b),
+            prepare_block<T>(spans_[link.edge->span], kv, piece.head, begin + b, std::min(kKeys, count - b),
                              s.keys.data() + b * shape_.dim / kTogether, s.values.data() + b * wide_ / kTogether);
         }
-        s.fetches = kKeys / (num_tiles * (kKeys + wide_) / kPanel) + 1;
-        for (int64_t t = 0; t < num_tiles; ++t) {
-            const int64_t from = t * folded / num_tiles, to = (t + 1) * folded / num_tiles;
-            const Seen seen = see(piece, span, from, to, begin, count, s);
-            if (seen.begin < seen.end) table[to - from - 1](*this, from, seen, s);
-        }
+        s.fetches = kKeys / (tiles(link.rows) * (kKeys + wide_) / kPanel) + 1;
+    }
+
+    // Call visit(from, to) for each tile of a link's folded rows.
+    template <class Visit>
+    void each_tile(const Link& link, const Visit& visit) const {
+        const int64_t folded = link.rows * group_, count = tiles(link.rows);
+        for (int64_t t = 0; t < count; ++t) visit(t * folded / count, (t + 1) * folded / count);
+    }
+
+    // Attention of a tile of folded rows [from, to) of a link, row `at` and following of the scratch buffers, to the
+    // packed keys.
+    template <class T>
+    void attend_keys(const Link& link, int64_t at, int64_t from, int64_t to, int64_t begin, int64_t count, Scratch& s) {
+        static constexpr auto table = tiles_of<kPairs<T>>(std::make_integer_sequence<int, kMaxRows>());
+        const Seen seen = see(link, spans_[link.edge->span], from, to, begin, count, s);
+        if (seen.begin < seen.end) table[to - from - 1](*this, at, seen, s);
     }
 
     // Load a query: rotate and scale it, and round it to pairs if keys are multiplied as pairs.
     template <class T>
     void load_query(const float* from, const float* turn, float factor, float* to) const {
         const int64_t dim = shape_.dim, half = dim / 2;
-        if (turn == nullptr) {
-            for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * factor;
-        } else {
-            const float *cosine = turn, *sine = turn + half;
-            for (int64_t d = 0; d < half; ++d) {
-                to[d] = (from[d] * cosine[d] - from[half + d] * sine[d]) * factor;
-                to[half + d] = (from[half + d] * cosine[d] + from[d] * sine[d]) * factor;
-            }
-        }
+        each_lanes(turn == nullptr ? dim : half, [&](int64_t d, auto n) {
+            const Vec scale = set1(factor), first = load_lanes(from + d, n);
+            if (turn == nullptr) return store_lanes(to + d, mul(first, scale), n);
+            const Vec second = load_lanes(from + half + d, n);
+            const Vec cosine = load_lanes(turn + d, n), sine = load_lanes(turn + half + d, n);
+            store_lanes(to + d, mul(fma(first, cosine, mul(second, sub(zero(), sine))), scale), n);
+            store_lanes(to + half + d, mul(fma(second, cosine, mul(first, sine)), scale), n);
+        });
         if constexpr (kPairs<T>) round_to_pairs(to, dim, reinterpret_cast<uint32_t*>(to));
     }
 
@@ -524,10 +632,10 @@ class Attention {
         int64_t biased;
     };
 
-    Seen see(const Piece& piece, const Span& span, int64_t from, int64_t to, int64_t begin, int64_t count,
+    Seen see(const Link& link, const Span& span, int64_t from, int64_t to, int64_t begin, int64_t count,
              Scratch& s) const {
-        const Edge& edge = *piece.edge;
-        const int64_t first = piece.from + from / group_, last = piece.from + (to - 1) / group_;
+        const Edge& edge = *link.edge;
+        const int64_t first = link.from + from / group_, last = link.from + (to - 1) / group_;
         const auto [least, most] = limits(edge, first, last + 1);
         const auto [low, high] = hidden(edge, first, last + 1);
         Seen seen = {std::max<int64_t>(low - begin, 0) / kKeys * kKeys, std::min(most - begin, count), nullptr, 0};
@@ -538,9 +646,9 @@ class Attention {
         seen.bias = out;
         const int64_t padded = round_up(seen.end, kPanel);
         for (int64_t f = from; f < to; ++f, out += kMostKeys) {
-            const int64_t keys = edge.visible == nullptr ? span.length : edge.visible[piece.from + f / group_];
+            const int64_t keys = edge.visible == nullptr ? span.length : edge.visible[link.from + f / group_];
             const int64_t end = std::clamp<int64_t>(keys - begin, 0, count);
-            const int64_t skip = edge.hidden == nullptr ? 0 : edge.hidden[piece.from + f / group_] - begin;
+            const int64_t skip = edge.hidden == nullptr ? 0 : edge.hidden[link.from + f / group_] - begin;
             for (int64_t i = seen.biased; i < padded; ++i) out[i] = i < end && i >= skip ? 0 : kMinusInfinity;
             if (span.keep != nullptr) {
                 for (int64_t i = seen.biased; i < end; ++i) out[i] = span.keep[begin + i] ? out[i] : kMinusInfinity;
@@ -549,7 +657,7 @@ class Attention {
         return seen;
     }
 
-    // Attention of R folded rows, from `from` on, to the block in the scratch buffers.
+    // Attention of R rows of the scratch buffers, from `from` on, to the block in them.
     template <int R, bool Pairs>
     static void attend_tile(Attention& self, int64_t from, const Seen& seen, Scratch& s) {
         static constexpr auto kOnes = [] { std::array<float, R> ones; ones.fill(1); return ones; }();
@@ -664,10 +772,13 @@ class Attention {
     const bool gives_pairs_;
     const int64_t group_;
     const int64_t wide_;  // dim, rounded up to whole panels
+    const int64_t most_rows_;  // of a piece
     const Span* spans_ = nullptr;
     const Edge* edges_ = nullptr;
-    int64_t num_rows_ = 0;
+    int64_t num_edges_ = 0, num_rows_ = 0;
     bool merges_ = false;
+    Chains chains_;
+    std::vector<Link> links_;
     std::vector<Piece> pieces_;
     std::vector<int64_t> slot_;       // by row of a piece: its first partial result, counted from the row's first
     std::vector<int64_t> row_parts_;  // [num_rows + 1], index of each row's first partial result

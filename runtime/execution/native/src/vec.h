@@ -180,6 +180,22 @@ inline Vec gelu(Vec x) {
     return gated(x, mul(x, fma(mul(x, x), set1(0.0713548163f), set1(1.5957691216f))));
 }
 
+// Loads and stores of all lanes, or of the first n. What a store of n lanes wrote can be loaded only after a while, so
+// numbers that are used at once are stored as whole vectors where they fill them.
+struct AllLanes {};
+inline Vec load_lanes(const float* p, AllLanes) { return load(p); }
+inline Vec load_lanes(const float* p, int n) { return load(p, n); }
+inline void store_lanes(float* p, Vec v, AllLanes) { store(p, v); }
+inline void store_lanes(float* p, Vec v, int n) { store(p, v, n); }
+
+// Call visit(i, AllLanes()) for the whole vectors of `count` floats, and visit(i, n) for the n floats behind them.
+template <class Visit>
+[[gnu::always_inline]] inline void each_lanes(int64_t count, const Visit& visit) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) visit(i, AllLanes());
+    if (i < count) visit(i, int(count - i));
+}
+
 inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 }  // namespace ramet

@@ -148,6 +148,15 @@ def test_a_row_gets_the_same_bits_in_every_company(library, heads, kv_heads, dim
             plan.add(slice(i, i + 1), Span(span.pages[shared // 16 :], seen, position=shared))
         return world.run(plan, q[rows])
 
+    def chunks(shared, threads):
+        """All rows behind `shared` tokens that they read together; two runs of them read the rest."""
+        world.threads, plan = threads, AttentionPlan(rows)
+        plan.add(slice(0, rows), Span(span.pages[: shared // 16], shared))
+        for some in (slice(0, 41), slice(41, rows)):
+            seen = causal_visible(length - shared, rows)[some]
+            plan.add(some, Span(span.pages[shared // 16 :], int(seen[-1]), position=shared), seen)
+        return world.run(plan, q)
+
     plan = AttentionPlan(rows)
     plan.add(slice(0, rows), span, causal_visible(length, rows))
     wanted = world.run(plan, q)
@@ -158,6 +167,42 @@ def test_a_row_gets_the_same_bits_in_every_company(library, heads, kv_heads, dim
             some = [0, 3, 30, 69]
             if shared < length - rows:
                 assert torch.equal(run(some, shared, threads), wanted[some])
+                assert torch.equal(chunks(shared, threads), wanted)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(14, 2, 64), (4, 4, 24)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_read_many_spans_get_the_same_bits_in_every_company(library, heads, kv_heads, dim, dtype):
+    """As with documents: together, each run of rows alone, and beside a row that is not read in one run with them."""
+    if dtype == torch.bfloat16 and not library.multiplies_pairs:
+        pytest.skip("of bfloat16, only pairs are summed in one order")
+    world = World(library, page_size=16, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+    rows, q = 120, world.draw(120, heads, dim)
+    lengths = [70, 300, 64, 1, 1100, 257, 33, 128]
+    # Each span is read by all rows from one on; some have a shift, one a mask, one is read causally.
+    reads = [(9 * i, world.span(length, shift=i % 3 * 40)) for i, length in enumerate(lengths)]
+    reads[2][1].keep = torch.arange(64) % 3 != 1
+    own = world.span(200)
+
+    def run(first, last, threads, others=()):
+        world.threads, plan = threads, AttentionPlan(last - first + len(others))
+        for start, span in reads:
+            if (mine := max(start - first, 0)) < last - first:
+                seen = list(range(mine, last - first)) + [
+                    last - first + i for i, row in enumerate(others) if row >= start
+                ]
+                together = len(seen) == plan.num_rows - mine
+                plan.add(slice(mine, plan.num_rows) if together else torch.tensor(seen), span)
+        visible = causal_visible(200, rows) if rows > 1 else None
+        plan.add(slice(0, plan.num_rows), own, np.concatenate((visible[first:last], visible[list(others)])))
+        return world.run(plan, q[[*range(first, last), *others]])
+
+    wanted = run(0, rows, 2)
+    for threads in (1, 2, 64):  # for 64, there are too few rows to read each span in one piece
+        assert torch.equal(run(0, rows, threads), wanted)
+        for first, last in [(0, 1), (30, 31), (17, 60), (60, 120), (119, 120)]:
+            assert torch.equal(run(first, last, threads), wanted[first:last])
+        assert torch.equal(run(20, 100, threads, [0, 119]), wanted[[*range(20, 100), 0, 119]])
 
 
 def test_a_span_may_have_several_edges(library):
