@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel
 
 from radix import Namespace, WhyGone
 from runtime.asks import DECODING_PARAMS, DecodingInfo, DecodingParams, ImagesAsk, ReuseAsk, ReuseReport
-from runtime.calls import Call
+from runtime.calls import AnyCall, Call
 from runtime.config import ModelCode
 from runtime.errors import RametError
 from runtime.params import Lazy, SamplingParams
 
+A = TypeVar("A")
 FinishType = Literal["stop", "length", "abort", "error"]
 
 
@@ -123,7 +124,7 @@ class Ask(msgspec.Struct, tag="ask"):
     """An operator's call. A `Reply` with the same number answers it."""
 
     number: int
-    call: Call
+    call: AnyCall
 
 
 class Forget(msgspec.Struct, tag="forget"):
@@ -293,11 +294,17 @@ class Failure(msgspec.Struct):
 
 
 class Reply(msgspec.Struct, tag="reply"):
-    """The answer to an `Ask`, or its failure."""
+    """The answer to an `Ask`, encoded, or its failure."""
 
     number: int
-    answer: dict[str, Any]
+    answer: msgspec.Raw = msgspec.Raw(b"\xc0")  # None
     failure: Failure | None = None
+
+    def read(self, call: Call[A]) -> A:
+        """The answer to a call. Raises RametError if it failed."""
+        if self.failure is not None:
+            raise self.failure.error()
+        return call.read(self.answer)
 
 
 class ModelInfo(msgspec.Struct):

@@ -216,9 +216,9 @@ def test_the_tree_names_modules_and_fills_up_their_last_page(ids_dir):
     one = module(draw, 20, 0, (3,), "/city/paris")
     world = World(Modules(ids_dir), page_size=16)
     world.one("a", behind(draw, [one]), reuse={"schema": "cities"})
-    (node,) = call(world.core, GetTree(preview_tokens=64))["nodes"]
-    assert node["meta"] == {"schema": "cities", "module": "/city/paris", "module_tokens": 19}
-    assert array("i", node["preview"]).tolist() == [one.tokens[i] for i in one.kept] + [-1] * 13
+    (node,) = call(world.core, GetTree(preview_tokens=64)).nodes
+    assert node.meta == {"schema": "cities", "module": "/city/paris", "module_tokens": 19}
+    assert array("i", node.preview).tolist() == [one.tokens[i] for i in one.kept] + [-1] * 13
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_an_adapter_has_modules_of_its_own(ids_dir, tmp_path):
     merged(model, adapter).save_pretrained(tmp_path / "merged")
     draw = random.Random(3)
     one, world = module(draw, 40), World(Modules(ids_dir), kernels="torch")
-    digest = call(world.core, LoadAdapter(str(adapter)))["digest"]
+    digest = call(world.core, LoadAdapter(str(adapter))).digest
     prompts = [behind(draw, [one]) for _ in range(2)]
     for place in (Namespace(), Namespace(adapter=digest)):
         for i, prompt in enumerate(prompts):
