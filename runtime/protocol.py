@@ -357,14 +357,16 @@ _PARAMS = {one.__name__: one for one in _KINDS}
 
 def _encode_params(params: object) -> dict[str, object]:
     name = next(kind.__name__ for kind in type(params).__mro__ if kind.__name__ in _PARAMS)
-    return {_CLASS: name, **{field: getattr(params, field) for field in _PARAMS[name].model_fields}}
+    fields = {field: getattr(params, field) for field in _PARAMS[name].model_fields}
+    return fields | {_CLASS: name}
 
 
 def _decode_params(_: type, fields: object) -> object:
     if not isinstance(fields, dict) or _CLASS not in fields:
         return fields
     kind = _PARAMS[fields.pop(_CLASS)]
-    return kind.model_construct(None, **{name: _decode_params(kind, value) for name, value in fields.items()})
+    values = {name: _decode_params(kind, value) for name, value in fields.items()}
+    return kind.model_construct(None, **values)
 
 
 inbound_decoder = msgspec.msgpack.Decoder(Inbound, dec_hook=_decode_params)

@@ -67,7 +67,8 @@ class Adapters:
 
     def nearest(self, name: str, own: str) -> str:
         """The end of an error about an unknown name: "; did you mean ...?", or empty if no name is similar."""
-        meant = get_close_matches(name[:256], [own, *self._loaded, *(f"{own}:{each}" for each in self._loaded)], 1)
+        whole = [f"{own}:{each}" for each in self._loaded]
+        meant = get_close_matches(name[:256], [own, *self._loaded, *whole], 1)
         return f"; did you mean {meant[0]!r}?" if meant and meant[0] != own else ""
 
     async def load(self, name: str, path: str, replace: bool = False) -> Adapter:

@@ -21,9 +21,10 @@ def sample(state: State, context: Context, metrics: Metrics) -> JsonObject:
     evicted = labelled["evicted_tokens_by_tenant"]
     by_tenant = {context.tenant_name(account): tokens for account, tokens in evicted.items()}
     recent = {name: value if value is None else round(value, 4) for name, value in metrics.now().items()}
+    counted = {name: state.figures.get(name, 0) for name in _COUNTED}
     return {
         "at_s": round(time.time(), 1),
-        **{name: state.figures.get(name, 0) for name in _COUNTED},
+        **counted,
         "evicted_tokens_by_cause": labelled["evicted_tokens_by_cause"],
         "evicted_tokens_by_tenant": by_tenant,
         "missed_tokens_by_reason": labelled["missed_tokens_by_reason"],

@@ -387,7 +387,8 @@ class Tiers(Watcher):
 
         Until the erasure is `done`, the stores may still have blocks of the tenant, and no new load begins.
         """
-        self._erasing = [*(one for one in self._erasing if not one[1].done()), (tenant, done)]
+        self._erasing = [one for one in self._erasing if not one[1].done()]
+        self._erasing.append((tenant, done))
         self._written.clear()
         for load in self.loads:
             load.is_void = load.is_void or any(tenant in (None, part.run.namespace.tenant) for part in load.parts)

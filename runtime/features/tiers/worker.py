@@ -234,7 +234,7 @@ class TierWorker:
 
     def wait_for_room(self, num_bytes: int, until: float) -> bool:
         """Wait until all queues have room for a payload; False if they have none by the time `until`."""
-        lanes = [self._gatherer, *(tier.lane for tier in self._tiers.values())]
+        lanes = self._lanes()
         while any(lane.queued_bytes + num_bytes > self._queue_bytes // 2 for lane in lanes):
             if self._clock() > until:
                 return False
@@ -246,8 +246,12 @@ class TierWorker:
     def drain(self, limit_s: float = 60.0) -> None:
         """Wait until all queued blocks are written, at most `limit_s` seconds."""
         until = self._clock() + limit_s
-        for lane in (self._gatherer, *(tier.lane for tier in self._tiers.values())):
+        for lane in self._lanes():
             lane.wait(max(until - self._clock(), 0))
+
+    def _lanes(self) -> list[Lane]:
+        lanes = [tier.lane for tier in self._tiers.values()]
+        return [self._gatherer, *lanes]
 
     def states(self) -> dict[str, TierState]:
         """The tiers by name. Contents may be some seconds old."""
