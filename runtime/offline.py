@@ -18,7 +18,8 @@ from runtime.config import DEFAULT_MODEL, Config, make_config
 from runtime.engine.core import EngineCore
 from runtime.engine.loop import in_thread
 from runtime.errors import EngineDead, InvalidRequest
-from runtime.features.chunks.schemas.schema import Mode, Schema
+from runtime.features.chunks.ask import Mode
+from runtime.features.chunks.schemas.schema import Schema
 from runtime.features.registry import open_preparers
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.connection import Host

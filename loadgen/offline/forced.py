@@ -99,7 +99,7 @@ class Asker(Drive):
         """The greedy tokens behind each prompt, up to an end-of-text token."""
         rids = []
         for ask in asks:
-            self.add(array("i", ask.tokens), output, ask.asked)
+            self.add(array("i", ask.tokens), output, ask.asked, {"ignore_eos": False})
             rids.append(f"{self._count}")
         found = self._run()
         ends = set(self.core.info.eos_token_ids)

@@ -14,8 +14,8 @@ from loadgen.experiments.micro.model_bench import ModelBench
 from loadgen.experiments.micro.modules import OTHER, SAME, Modules, imports
 from loadgen.harness import BenchError, Cell, Figure
 from loadgen.offline.forced import Ask
-from runtime.features.chunks.ask import ChunksAsk
-from runtime.features.chunks.schemas.schema import Mode, Schema
+from runtime.features.chunks.ask import ChunksAsk, Mode
+from runtime.features.chunks.schemas.schema import Schema
 from runtime.models.tokenizer import Tokenizer
 
 _PAIRS = "a scaffold of each pair"

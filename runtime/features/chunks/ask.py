@@ -12,7 +12,11 @@ from runtime.report import Report
 
 Pairs = list[tuple[int, int]]
 DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "passages", "legolink", "pie", "full"]
+# What a module of a schema is encoded with: nothing, the modules around it, a set of modules.
+Mode = Literal["independent", "nested", "scaffold"]
 
+# Shorter documents, and shorter last chunks, are computed in full: they save few rows, and in full they are exact.
+_SHORTEST = 32
 # Methods that read documents encoded behind a lead, see `ChunksAsk.lead`.
 LED = ("passages",)
 # Defaults of `ReuseParams`: the share of the rows to recompute, and that of some methods; LegoLink's first rows.
@@ -24,6 +28,11 @@ TAKEN_BY = {
     "k": ("legolink",),
     "max_kl": ("auto",),
 }
+
+
+def shortest(chunk_tokens: int) -> int:
+    """Least number of tokens in a document, or in its last chunk, whose KV is reused."""
+    return min(_SHORTEST, chunk_tokens)
 
 
 class ModuleAsk(msgspec.Struct):

@@ -8,8 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from runtime.errors import InvalidRequest
-from runtime.features.chunks.schemas.pml import Import
-from runtime.features.chunks.schemas.pml import Prompt as ModuleText
 from runtime.frontend.output import Prompt
 from server.features.chunks.given import GivenDocument, GivenDocuments
 from server.features.chunks.schemas import SchemaStore
@@ -126,6 +124,9 @@ class ChunkChat(Body):
             account: whose stored schemas are meant, and `stores` with them.
             stores: see above.
         """
+        from runtime.features.chunks.schemas.pml import Import
+        from runtime.features.chunks.schemas.pml import Prompt as ModuleText
+
         schema = stores[SchemaStore].get(account, str(self.schema_name)).schema
         if not schema.roles:
             raise InvalidRequest("a schema without <system>, <user> and <assistant> is for /generate", param="schema")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     """Add the options by which `ramet generate` makes a prompt of a schema or of documents."""
-    from runtime.features.chunks.schemas.schema import Mode
+    from runtime.features.chunks.ask import Mode
 
     parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
     parser.add_argument("--mode", choices=get_args(Mode), help="mode of the schema; default: independent")

@@ -1,14 +1,16 @@
 """`/v1/documents`: documents by account and content, held in the server's process. Their KV is in the tree."""
 
+from __future__ import annotations
+
 from collections.abc import Container
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from runtime.asks import DocumentMethod
 from runtime.errors import InvalidRequest
-from runtime.features.chunks.documents.plan import DocumentPrompt, plan_encoding, shortest
+from runtime.features.chunks.ask import shortest
 from runtime.features.chunks.documents.prompt import Document, Segments, TokenizedPrompt
 from runtime.frontend.output import PartedPrompt
 from runtime.models.tokenizer import Tokenizer
@@ -17,6 +19,9 @@ from server.features.chunks.routes import object_router
 from server.features.chunks.store import Store, Stored
 from server.generation.bodies import Scoped
 from server.http.wire import Text, example
+
+if TYPE_CHECKING:
+    from runtime.features.chunks.documents.plan import DocumentPrompt
 
 # Bytes of a document beside its text and tokens.
 _BYTES = 1024
@@ -55,6 +60,8 @@ class StoredDocument(Stored):
         return self.num_tokens >= shortest(kv.chunk_tokens)
 
     def encoding(self, kv: ChunkedKv) -> DocumentPrompt:
+        from runtime.features.chunks.documents.plan import plan_encoding
+
         return plan_encoding(self.alone, kv.method or self.method, kv.chunk_tokens)
 
     def describe(self, now_s: float, live: Container[str]) -> dict[str, Any]:

@@ -1,17 +1,17 @@
 """`/v1/schemas`: schemas by account and name, held in the server's process. Their KV is in the tree."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from runtime.features.chunks.schemas.compile import ModulePrompt
+from runtime.features.chunks.ask import Mode
 from runtime.features.chunks.schemas.markup import MAX_CHARACTERS
-from runtime.features.chunks.schemas.pml import read_prompt
-from runtime.features.chunks.schemas.schema import Mode, Schema
 from runtime.frontend.output import PartedPrompt
 from runtime.models.tokenizer import Tokenizer
 from server.features.chunks.precompute import Precompute
@@ -20,6 +20,10 @@ from server.features.chunks.store import Store, Stored
 from server.generation.bodies import Scoped
 from server.http.answers import JsonList
 from server.http.wire import Text, example
+
+if TYPE_CHECKING:
+    from runtime.features.chunks.schemas.compile import ModulePrompt
+    from runtime.features.chunks.schemas.schema import Schema
 
 # Memory of a module, and of each text or parameter in it, beside the tokens; in tokens.
 _TOKENS_OF_PART = 128
@@ -63,6 +67,8 @@ class SchemaRequest(Precompute):
     )
 
     def read(self, tokenizer: Tokenizer, context_length: int) -> StoredSchema:
+        from runtime.features.chunks.schemas.schema import Schema
+
         schema = Schema.read(self.pml, tokenizer, context_length, self.mode, self.scaffolds)
         modules = JsonList()
         for module in schema.modules():
@@ -91,6 +97,8 @@ class SchemaStore(Store[StoredSchema]):
 
     def compile(self, account: str, pml: str) -> ModulePrompt:
         """Compile a PML prompt with the schema that it names; thread-safe. Raises PmlError and NotFound."""
+        from runtime.features.chunks.schemas.pml import read_prompt
+
         prompt = read_prompt(pml)
         return self.get(account, prompt.schema).schema.compile(prompt)
 

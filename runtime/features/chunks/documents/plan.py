@@ -21,14 +21,12 @@ from runtime.features.chunks.ask import (
     DocumentMethod,
     ExactDocumentsReport,
     ReuseParams,
+    shortest,
 )
 from runtime.features.chunks.documents.prompt import TokenizedPrompt
 from runtime.features.chunks.documents.table import MeasuredMethod, choose, read_table
 from runtime.features.chunks.schemas.compile import ModulePrompt
 from runtime.frontend.output import PartedPrompt
-
-# Shorter documents, and shorter last chunks, are computed in full: they save few rows, and in full they are exact.
-_SHORTEST = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +136,6 @@ def refuse_reuse(asked: ReuseParams | None) -> None:
 
 def _length(span: tuple[int, int]) -> int:
     return span[1] - span[0]
-
-
-def shortest(chunk_tokens: int) -> int:
-    """Least number of tokens in a document, or in its last chunk, whose KV is reused."""
-    return min(_SHORTEST, chunk_tokens)
 
 
 def _ask(asked: ReuseParams, prompt: TokenizedPrompt) -> ChunksAsk | None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from runtime.features.chunks.ask import ChunksAsk, ModuleAsk, ReuseParams
+from runtime.features.chunks.ask import ChunksAsk, Mode, ModuleAsk, ReuseParams
 from runtime.features.chunks.schemas.compile import ModulePrompt, compile_prompt
 from runtime.features.chunks.schemas.layout import Scope, lay_out, make_entry
 from runtime.features.chunks.schemas.markup import PmlError, Text
 from runtime.features.chunks.schemas.pml import Content, Prompt, SchemaText, read_prompt, read_schema
 from runtime.features.chunks.schemas.roles import continue_chat, template_pieces
 from runtime.models.tokenizer import Tokenizer
-
-Mode = Literal["independent", "nested", "scaffold"]
 
 
 @dataclass(frozen=True, slots=True)
