@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from typing import Generic, Self, TypeVar, get_args
+from typing import ClassVar, Generic, Self, TypeVar, get_args
 
 import msgspec
 
@@ -23,6 +23,8 @@ Answers = Iterable[tuple[type["Call[object]"], Handler]]
 class Call(msgspec.Struct, Generic[A]):
     """Base of the calls; `A`: the type of the answer."""
 
+    __orig_bases__: ClassVar[tuple[object, ...]]
+
     @classmethod
     def by(cls, handler: Callable[[Self], A | Generator[None, None, A]]) -> tuple[type[Call[object]], Handler]:
         """This class of calls, and the handler that answers them."""
@@ -35,7 +37,7 @@ class Call(msgspec.Struct, Generic[A]):
 
     def read(self, answer: msgspec.Raw) -> A:
         """The answer from the wire."""
-        (kind,) = get_args(type(self).__orig_bases__[0])  # type: ignore[attr-defined]
+        (kind,) = get_args(self.__orig_bases__[0])
         found: A = msgspec.msgpack.decode(answer, type=kind)
         return found
 
