@@ -15,21 +15,21 @@ from runtime.asks import ReuseAsk
 A = TypeVar("A", covariant=True)
 
 # Answers a call, at once or over several steps: the engine advances a generator between steps.
-Handler = Callable[["Call[object]"], object | Generator[None, None, object]]
-# Handlers with the classes of calls that they answer: `Call.by`.
-Answers = Iterable[tuple[type["Call[object]"], Handler]]
+Handler = Callable[["EngineCall[object]"], object | Generator[None, None, object]]
+# Handlers with the classes of calls that they answer: `EngineCall.by`.
+Answers = Iterable[tuple[type["EngineCall[object]"], Handler]]
 
 
-class Call(msgspec.Struct, Generic[A]):
+class EngineCall(msgspec.Struct, Generic[A]):
     """Base of the calls; `A`: the type of the answer."""
 
     __orig_bases__: ClassVar[tuple[object, ...]]
 
     @classmethod
-    def by(cls, handler: Callable[[Self], A | Generator[None, None, A]]) -> tuple[type[Call[object]], Handler]:
+    def by(cls, handler: Callable[[Self], A | Generator[None, None, A]]) -> tuple[type[EngineCall[object]], Handler]:
         """This class of calls, and the handler that answers them."""
 
-        def answer(call: Call[object]) -> object | Generator[None, None, object]:
+        def answer(call: EngineCall[object]) -> object | Generator[None, None, object]:
             assert isinstance(call, cls)
             return handler(call)
 
@@ -56,7 +56,7 @@ class Flushed(msgspec.Struct, frozen=True, omit_defaults=True):
     erased_blocks: dict[str, int | None] | None = None
 
 
-class FlushCache(Call[Flushed], tag="flush"):
+class FlushCache(EngineCall[Flushed], tag="flush"):
     """Drop the pages that no live request uses. `pins`: also pinned pages; `tiers`: also all blocks in tiers."""
 
     pins: bool = False
@@ -70,7 +70,7 @@ class Erased(msgspec.Struct, frozen=True):
     erased_blocks: dict[str, int | None]
 
 
-class EraseTenant(Call[Erased], tag="erase"):
+class EraseTenant(EngineCall[Erased], tag="erase"):
     """Drop a tenant's pages that no live request uses, its pins, and its blocks in tiers."""
 
     tenant: str
@@ -83,13 +83,13 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
     rank: int
 
 
-class LoadAdapter(Call[LoadedAdapter], tag="load_adapter"):
+class LoadAdapter(EngineCall[LoadedAdapter], tag="load_adapter"):
     """Load the low-rank adapter in a directory."""
 
     path: str
 
 
-class UnloadAdapter(Call[int], tag="unload_adapter"):
+class UnloadAdapter(EngineCall[int], tag="unload_adapter"):
     """Unload an adapter once its requests have ended. Answer: number of requests that still use it."""
 
     digest: str
@@ -105,7 +105,7 @@ class PinView(Owned, frozen=True, kw_only=True):
     expires_in_s: float | None
 
 
-class AddPin(Call[list[PinView]], tag="pin"):
+class AddPin(EngineCall[list[PinView]], tag="pin"):
     """Pin the whole pages of a prefix; missing ones are computed first. Answer: the pin.
 
     With `ask`, as in an `AddRequest`, the entries named there are pinned, each with an own pin; `tokens` may be empty.
@@ -119,7 +119,7 @@ class AddPin(Call[list[PinView]], tag="pin"):
     ask: ReuseAsk | None = None
 
 
-class ComputeNextTurn(Call[None], tag="next_turn"):
+class ComputeNextTurn(EngineCall[None], tag="next_turn"):
     """Compute the whole pages of a prompt's beginning while no request is live; fields as in an `AddRequest`.
 
     It is answered at once.
@@ -131,13 +131,13 @@ class ComputeNextTurn(Call[None], tag="next_turn"):
     hold_s: float | None = None
 
 
-class RemovePin(Call[bool], tag="unpin"):
+class RemovePin(EngineCall[bool], tag="unpin"):
     """Remove a pin. Answer: whether it was there."""
 
     pin: str
 
 
-class Kept(Owned, frozen=True, kw_only=True):
+class KeptPrefixes(Owned, frozen=True, kw_only=True):
     """The prefixes that are kept for a tenant: their number, and that of their tokens."""
 
     prefixes: int
@@ -148,16 +148,16 @@ class AllPins(msgspec.Struct, frozen=True):
     """`pinned_tokens`: number of tokens of both; `budget_tokens`: the most that they may have."""
 
     pins: list[PinView]
-    kept: list[Kept]
+    kept: list[KeptPrefixes]
     pinned_tokens: int
     budget_tokens: int
 
 
-class GetPins(Call[AllPins], tag="pins"):
+class GetPins(EngineCall[AllPins], tag="pins"):
     """All pins and kept prefixes."""
 
 
-class GetCached(Call[dict[str, int]], tag="cached"):
+class GetCached(EngineCall[dict[str, int]], tag="cached"):
     """Fields as in an `AddPin`. Answer: number of cached tokens by the entry's name."""
 
     ask: ReuseAsk | None
@@ -204,7 +204,7 @@ class State(msgspec.Struct):
         return found
 
 
-class GetState(Call[State], tag="state"):
+class GetState(EngineCall[State], tag="state"):
     """All figures of the engine."""
 
 
@@ -215,7 +215,7 @@ class Nodes(msgspec.Struct, frozen=True):
     tiers: dict[int, list[str]] | None
 
 
-class GetTree(Call[Nodes], tag="tree"):
+class GetTree(EngineCall[Nodes], tag="tree"):
     """Up to `limit` nodes of the tree after the first `skip`, parents first.
 
     `tenant`: None: all tenants. `preview_tokens`: number of leading tokens to show of each node.
@@ -236,7 +236,7 @@ class Outline(msgspec.Struct, frozen=True):
     evictions: list[Eviction]
 
 
-class GetOutline(Call[Outline], tag="outline"):
+class GetOutline(EngineCall[Outline], tag="outline"):
     """The tree in at most `limit` blocks.
 
     `tenant`: None: all tenants. The first outline starts the count of the reasons for misses.
@@ -258,7 +258,7 @@ class TreeRun(Owned, frozen=True, kw_only=True):
     pinned: bool
 
 
-class GetRuns(Call[list[TreeRun] | None], tag="runs"):
+class GetRuns(EngineCall[list[TreeRun] | None], tag="runs"):
     """Answer: the next slice of all nodes with their tokens, parents first; None after the last slice.
 
     `tenant`, `salt`: None: all. `anew`: start a new walk with the first slice. The engine has one walk at a time.
@@ -282,7 +282,7 @@ class LiveRequest(Owned, frozen=True, kw_only=True):
     phase: str
 
 
-class GetRequests(Call[list[LiveRequest]], tag="requests"):
+class GetRequests(EngineCall[list[LiveRequest]], tag="requests"):
     """The oldest `limit` live requests of `tenant`; None: of all tenants."""
 
     limit: int
@@ -296,13 +296,13 @@ class Quota(msgspec.Struct, frozen=True):
     used_pages: int | None
 
 
-class GetQuota(Call[Quota], tag="quota"):
+class GetQuota(EngineCall[Quota], tag="quota"):
     """A tenant's quota."""
 
     tenant: str
 
 
-class OnNode(Call[A], Generic[A]):
+class OnNode(EngineCall[A], Generic[A]):
     """Base of calls on the node of the tree that begins with a page. Answer: None if there is none.
 
     `page`: the node's first page; `start`: number of tokens before it.
@@ -328,13 +328,13 @@ class ReadNode(OnNode[bytes | None], tag="read_node"):
     """Answer: the tokens from the root to the node's end, int32."""
 
 
-class Pause(Call[bool], tag="pause"):
+class Pause(EngineCall[bool], tag="pause"):
     """Stop running steps, or resume. Answer: whether the engine is paused."""
 
     paused: bool
 
 
-class Ping(Call[None], tag="ping"):
+class Ping(EngineCall[None], tag="ping"):
     """Ask whether the engine is alive; it answers between two steps."""
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from radix import Namespace
 from runtime.asks import REUSE_BY_METHOD, UNKNOWN_REUSE, AnyReuse
-from runtime.calls import Call, FlushCache, Flushed, GetState, State
+from runtime.calls import EngineCall, FlushCache, Flushed, GetState, State
 from runtime.config import DEFAULT_MODEL, Config, make_config
 from runtime.engine.core import EngineCore
 from runtime.engine.loop import in_thread
@@ -264,7 +264,7 @@ class Engine:
         nearest = self._client.adapters.nearest(adapter, self.info.name)
         return InvalidRequest(f"there is no adapter {adapter!r}{nearest}", param="adapter", code="adapter_not_found")
 
-    def call(self, call: Call[A]) -> A:
+    def call(self, call: EngineCall[A]) -> A:
         """The answer to an operator's call. Raises RametError if the engine refuses it."""
         return self._wait(self._client.call(call))
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from radix import Namespace, WhyGone
 from runtime.asks import DECODING_PARAMS, DecodingInfo, DecodingParams, ImagesAsk, ReuseAsk, ReuseReport
-from runtime.calls import AnyCall, Call
+from runtime.calls import AnyCall, EngineCall
 from runtime.config import ModelCode
 from runtime.errors import RametError
 from runtime.params import Lazy, SamplingParams
@@ -300,7 +300,7 @@ class Reply(msgspec.Struct, tag="reply"):
     answer: msgspec.Raw = msgspec.Raw(b"\xc0")  # None
     failure: Failure | None = None
 
-    def read(self, call: Call[A]) -> A:
+    def read(self, call: EngineCall[A]) -> A:
         """The answer to a call. Raises RametError if it failed."""
         if self.failure is not None:
             raise self.failure.error()

@@ -16,7 +16,7 @@ import torch
 from loadgen.harness import BenchError
 from radix import Namespace
 from runtime.asks import ReuseAsk
-from runtime.calls import AnyCall, Call, FlushCache
+from runtime.calls import AnyCall, EngineCall, FlushCache
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
 from runtime.features.diffusion.ask import DiffusionParams
@@ -37,7 +37,7 @@ def whole(events: Iterable[TokenEvent]) -> list[TokenEvent]:
     return found
 
 
-def answer(core: EngineCore, call: Call[A]) -> A:
+def answer(core: EngineCore, call: EngineCall[A]) -> A:
     """The answer to an operator's call, after as many steps as it takes. Raises RametError."""
     core.handle(Ask(0, cast(AnyCall, call)))
     while not (replies := core.settle()):

@@ -5,7 +5,7 @@ from collections.abc import Generator
 
 import msgspec
 
-from runtime.calls import Answers, Call, Handler
+from runtime.calls import Answers, EngineCall, Handler
 from runtime.errors import InvalidRequest, RametError
 from runtime.protocol import Failure, Reply, encode
 
@@ -20,14 +20,14 @@ class OpenCalls:
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[type[Call[object]], Handler] = {}
+        self._handlers: dict[type[EngineCall[object]], Handler] = {}
         self.open: list[tuple[int | None, Generator[None, None, msgspec.Raw]]] = []
 
     def learn(self, answers: Answers) -> None:
         """Add the handlers of a part: `Part.answers`."""
         self._handlers.update(answers)
 
-    def ask(self, number: int | None, call: Call[object]) -> None:
+    def ask(self, number: int | None, call: EngineCall[object]) -> None:
         """Begin a call. `replies` returns its reply later, unless `number` is None."""
         self.open.append((number, self._answer(call)))
 
@@ -48,7 +48,7 @@ class OpenCalls:
                 replies += [] if number is None else [reply]
         return replies
 
-    def _answer(self, call: Call[object]) -> Generator[None, None, msgspec.Raw]:
+    def _answer(self, call: EngineCall[object]) -> Generator[None, None, msgspec.Raw]:
         handler = self._handlers.get(type(call))
         if handler is None:
             raise InvalidRequest(f"this engine does not answer {type(call).__name__}: its prefix cache is off")

@@ -24,7 +24,7 @@ class Part:
         return False
 
     def answers(self) -> Answers:
-        """The calls that the part answers, each made by `Call.by`."""
+        """The calls that the part answers, each made by `EngineCall.by`."""
         return ()
 
     def added(self, request: Request) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from radix import Namespace
 from radix.node import TOKEN_BYTES
-from runtime.calls import AddPin, AllPins, Answers, GetPins, Kept, PinView, RemovePin
+from runtime.calls import AddPin, AllPins, Answers, GetPins, KeptPrefixes, PinView, RemovePin
 from runtime.engine.core import EngineCore
 from runtime.engine.part import Part
 from runtime.errors import InvalidRequest, PinRefused
@@ -43,7 +43,7 @@ class Pins(Part):
         return AllPins(
             pins=[board.view(pin) for pin in board.pins.values()],
             kept=[
-                Kept(tenant=owner.tenant, prefixes=ends, tokens=pages * page_size)
+                KeptPrefixes(tenant=owner.tenant, prefixes=ends, tokens=pages * page_size)
                 for owner, ends, pages in holds.sums()
             ],
             pinned_tokens=(self._cache.tree.num_pinned_pages + holds.num_kept_pages) * page_size,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Protocol, TypeVar
 
-from runtime.calls import Call, LoadAdapter, UnloadAdapter
+from runtime.calls import EngineCall, LoadAdapter, UnloadAdapter
 from runtime.config import ModelConfig
 from runtime.errors import InvalidRequest, ModelError
 from runtime.models.resolve import known_names
@@ -20,7 +20,7 @@ A = TypeVar("A")
 
 
 class _Caller(Protocol):
-    async def __call__(self, call: Call[A]) -> A: ...
+    async def __call__(self, call: EngineCall[A]) -> A: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from radix import Namespace
 from radix.node import TOKEN_BYTES
 from runtime import calls
 from runtime.asks import REUSE_BY_METHOD
-from runtime.calls import Call, Erased, PinView, TreeRun
+from runtime.calls import EngineCall, Erased, PinView, TreeRun
 from runtime.config import Config
 from runtime.errors import EngineDead, RametError
 from runtime.frontend.adapters import Adapters
@@ -299,7 +299,7 @@ class AsyncEngine:
 
     # -- operators -------------------------------------------------------------------------------------------
 
-    async def call(self, call: Call[A]) -> A:
+    async def call(self, call: EngineCall[A]) -> A:
         """The answer to an operator's call. Raises RametError if the engine refuses it."""
         answer = await self._connection.call(call)
         if isinstance(call, calls.Pause):

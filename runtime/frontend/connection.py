@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 import msgspec
 import zmq
 
-from runtime.calls import AnyCall, Call
+from runtime.calls import AnyCall, EngineCall
 from runtime.config import Config
 from runtime.errors import EngineDead, ModelError
 from runtime.models.publishing import scratch
@@ -175,7 +175,7 @@ class Connection:
             await ended
             raise
 
-    async def call(self, call: Call[A]) -> A:
+    async def call(self, call: EngineCall[A]) -> A:
         """The answer to an operator's call. Raises RametError if it fails; cancelling the task cancels the call."""
         if self.dead is not None:
             raise self.dead

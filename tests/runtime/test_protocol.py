@@ -6,7 +6,7 @@ import pytest
 
 from radix import Namespace
 from runtime.asks import ReasoningAsk, ReasoningReport
-from runtime.calls import AnyCall, Call, OnNode
+from runtime.calls import AnyCall, EngineCall, OnNode
 from runtime.features.chunks.ask import ChunksAsk, DocumentsReport, ExactDocumentsReport, ModuleAsk, ModulesReport
 from runtime.features.diffusion.ask import (
     BidirectionalParams,
@@ -128,4 +128,4 @@ def test_a_completion_s_own_limits_replace_those_of_its_body():
 
 def test_the_engine_reads_every_call():
     """One that the union lacks would end the engine, which could not decode it."""
-    assert {*get_args(AnyCall)} == {*Call.__subclasses__(), *OnNode.__subclasses__()} - {OnNode}
+    assert {*get_args(AnyCall)} == {*EngineCall.__subclasses__(), *OnNode.__subclasses__()} - {OnNode}

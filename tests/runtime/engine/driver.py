@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from runtime.asks import ReuseAsk
-from runtime.calls import AddPin, Call, FlushCache, Flushed, PinView
+from runtime.calls import AddPin, EngineCall, FlushCache, Flushed, PinView
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
 from runtime.errors import RametError
@@ -34,7 +34,7 @@ def make_core(path: Path, **options: Any) -> EngineCore:
     return open_engine(make_config(model=str(path), **options), path)
 
 
-def call(core: EngineCore, asked: Call[A]) -> A:
+def call(core: EngineCore, asked: EngineCall[A]) -> A:
     """The answer to an operator's call, after as many steps as it takes. Raises RametError."""
     core.handle(Ask(0, asked))
     until = time.monotonic() + 60
@@ -60,7 +60,7 @@ class Driver:
         self.finish: dict[str, Finish] = {}
         self.events: dict[str, list[TokenEvent]] = {}
         self.steps = 0
-        self.calls: dict[int, Call[object]] = {}
+        self.calls: dict[int, EngineCall[object]] = {}
         self.replies: dict[int, Reply] = {}
 
     def add(self, rid: str, prompt: Sequence[int], **options: Any) -> None:
@@ -98,7 +98,7 @@ class Driver:
     def abort(self, rid: str) -> None:
         self.take(self.core.handle(Abort(rid)))
 
-    def begin(self, number: int, asked: Call) -> None:
+    def begin(self, number: int, asked: EngineCall) -> None:
         """Begin an operator's call; `replies` has its reply, as soon as there is one."""
         self.calls[number] = asked
         self.core.handle(Ask(number, asked))

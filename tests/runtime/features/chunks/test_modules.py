@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from radix import Namespace
 from runtime.asks import ReuseAsk
-from runtime.calls import AddPin, GetTree, LoadAdapter
+from runtime.calls import AddPin, GetTree, LoadAdapter, PinView
 from runtime.errors import PinRefused
 from tests.lora import merged, save_lora
 from tests.runtime.engine.driver import call
@@ -194,7 +194,7 @@ def test_entries_are_found_by_content_not_by_name(ids_dir):
 # -- pins ------------------------------------------------------------------------------------------------------
 
 
-def pin(world: World, modules: list[Module], **fields) -> dict:
+def pin(world: World, modules: list[Module], **fields) -> list[PinView]:
     asked = {"strategy": "chunks", "modules": [one.asked() for one in modules]}
     return call(world.core, AddPin(b"", ask=convert(asked, ReuseAsk), **fields))
 
@@ -204,8 +204,8 @@ def test_modules_are_encoded_ahead_and_pinned(ids_dir):
     modules = [module(draw, 40, 0, (5,), "/a"), module(draw, 16, 40, name="/b")]
     world = World(Modules(ids_dir), pool_tokens=640, pin_budget=0.5, page_size=16)
     world.one("before", behind(draw, modules[:1]))  # the first is there, and the second must be computed
-    pins = pin(world, modules, ttl_s=60)["pins"]
-    assert sorted((one["name"], one["tokens"]) for one in pins) == [("/a", 48), ("/b", 16)]
+    pins = pin(world, modules, ttl_s=60)
+    assert sorted((one.name, one.tokens) for one in pins) == [("/a", 48), ("/b", 16)]
     with pytest.raises(PinRefused, match="all pins together"):
         pin(world, [module(draw, 160), module(draw, 160)])  # the first one alone would fit
     check_pins(world, pins, behind(draw, modules), 39 + 16)
