@@ -25,7 +25,7 @@ class Meta(Protocol):
     def tokens(self) -> int:
         """Number of tokens of the whole entry to which the run belongs."""
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """The record as values that JSON can encode."""
 
 

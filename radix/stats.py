@@ -9,6 +9,7 @@ Cause = Literal["room", "quota", "flush"]
 _SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 3600.0, 10800.0)
 
 
+@dataclass(slots=True)
 class Histogram:
     """Counts of values by bucket. They are not cumulative, unlike the buckets of Prometheus.
 
@@ -18,10 +19,12 @@ class Histogram:
         total: sum of all values, in seconds.
     """
 
-    def __init__(self, bounds: tuple[float, ...] = _SECONDS):
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+    bounds: tuple[int | float, ...] = _SECONDS
+    counts: list[int] = field(default_factory=list)
+    total: int | float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def add(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times

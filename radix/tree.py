@@ -302,7 +302,8 @@ class RadixTree:
 
     def flush(self) -> array[int]:
         """Remove every unreferenced page; returns their ids."""
-        return self.drop(*(child for root in self._roots.values() for child in root.children.values()))
+        tops = [child for root in self._roots.values() for child in root.children.values()]
+        return self.drop(*tops)
 
     def drop(self, *nodes: Node) -> array[int]:
         """Remove every unreferenced page of `nodes` and of the nodes below them; returns their ids."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from radix import Namespace
 from runtime.asks import REUSE_BY_METHOD, UNKNOWN_REUSE, AnyReuse
-from runtime.calls import Call, FlushCache, GetState
+from runtime.calls import EngineCall, FlushCache, Flushed, GetState, State
 from runtime.config import DEFAULT_MODEL, Config, make_config
 from runtime.engine.core import EngineCore
 from runtime.engine.loop import in_thread
@@ -31,6 +31,7 @@ from runtime.protocol import Inbound, Outbound, Shutdown
 Sampling = SamplingParams | dict[str, Any] | None
 Reuse = AnyReuse | dict[str, Any] | None
 T = TypeVar("T")
+A = TypeVar("A")
 
 _UNLIMITED = 1 << 62
 
@@ -263,15 +264,15 @@ class Engine:
         nearest = self._client.adapters.nearest(adapter, self.info.name)
         return InvalidRequest(f"there is no adapter {adapter!r}{nearest}", param="adapter", code="adapter_not_found")
 
-    def call(self, call: Call) -> dict[str, Any]:
+    def call(self, call: EngineCall[A]) -> A:
         """The answer to an operator's call. Raises RametError if the engine refuses it."""
         return self._wait(self._client.call(call))
 
-    def flush_cache(self) -> dict[str, Any]:
-        """Drop the cached pages that no live request uses; returns flushed_tokens and live_tokens."""
+    def flush_cache(self) -> Flushed:
+        """Drop the cached pages that no live request uses."""
         return self.call(FlushCache())
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Counters and gauges of the engine."""
         return self.call(GetState())
 

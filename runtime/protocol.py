@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel
 
 from radix import Namespace, WhyGone
 from runtime.asks import DECODING_PARAMS, DecodingInfo, DecodingParams, ImagesAsk, ReuseAsk, ReuseReport
-from runtime.calls import Call
+from runtime.calls import AnyCall, EngineCall
 from runtime.config import ModelCode
 from runtime.errors import RametError
 from runtime.params import Lazy, SamplingParams
 
+A = TypeVar("A")
 FinishType = Literal["stop", "length", "abort", "error"]
 
 
@@ -123,7 +124,7 @@ class Ask(msgspec.Struct, tag="ask"):
     """An operator's call. A `Reply` with the same number answers it."""
 
     number: int
-    call: Call
+    call: AnyCall
 
 
 class Forget(msgspec.Struct, tag="forget"):
@@ -293,11 +294,17 @@ class Failure(msgspec.Struct):
 
 
 class Reply(msgspec.Struct, tag="reply"):
-    """The answer to an `Ask`, or its failure."""
+    """The answer to an `Ask`, encoded, or its failure."""
 
     number: int
-    answer: dict[str, Any]
+    answer: msgspec.Raw = msgspec.Raw(b"\xc0")  # None
     failure: Failure | None = None
+
+    def read(self, call: EngineCall[A]) -> A:
+        """The answer to a call. Raises RametError if it failed."""
+        if self.failure is not None:
+            raise self.failure.error()
+        return call.read(self.answer)
 
 
 class ModelInfo(msgspec.Struct):
@@ -350,14 +357,16 @@ _PARAMS = {one.__name__: one for one in _KINDS}
 
 def _encode_params(params: object) -> dict[str, object]:
     name = next(kind.__name__ for kind in type(params).__mro__ if kind.__name__ in _PARAMS)
-    return {_CLASS: name, **{field: getattr(params, field) for field in _PARAMS[name].model_fields}}
+    fields = {field: getattr(params, field) for field in _PARAMS[name].model_fields}
+    return fields | {_CLASS: name}
 
 
 def _decode_params(_: type, fields: object) -> object:
     if not isinstance(fields, dict) or _CLASS not in fields:
         return fields
     kind = _PARAMS[fields.pop(_CLASS)]
-    return kind.model_construct(None, **{name: _decode_params(kind, value) for name, value in fields.items()})
+    values = {name: _decode_params(kind, value) for name, value in fields.items()}
+    return kind.model_construct(None, **values)
 
 
 inbound_decoder = msgspec.msgpack.Decoder(Inbound, dec_hook=_decode_params)

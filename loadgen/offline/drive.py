@@ -9,14 +9,14 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from loadgen.harness import BenchError
 from radix import Namespace
 from runtime.asks import ReuseAsk
-from runtime.calls import Call, FlushCache
+from runtime.calls import AnyCall, EngineCall, FlushCache
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
 from runtime.features.diffusion.ask import DiffusionParams
@@ -24,6 +24,8 @@ from runtime.models.spec import DecoderSpec, ModelSpec
 from runtime.opening import open_engine
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest, Ask, TokenEvent
+
+A = TypeVar("A")
 
 
 def whole(events: Iterable[TokenEvent]) -> list[TokenEvent]:
@@ -35,14 +37,12 @@ def whole(events: Iterable[TokenEvent]) -> list[TokenEvent]:
     return found
 
 
-def answer(core: EngineCore, call: Call) -> dict[str, Any]:
+def answer(core: EngineCore, call: EngineCall[A]) -> A:
     """The answer to an operator's call, after as many steps as it takes. Raises RametError."""
-    core.handle(Ask(0, call))
+    core.handle(Ask(0, cast(AnyCall, call)))
     while not (replies := core.settle()):
         whole(core.step())
-    if (failure := replies[0].failure) is not None:
-        raise failure.error()
-    return replies[0].answer
+    return replies[0].read(call)
 
 
 class Drive:

@@ -5,9 +5,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import torch
 
 from radix.stats import Histogram
+from runtime.calls import State
 from runtime.config import Config
 from runtime.engine.flight import InFlight
 from runtime.engine.open_calls import OpenCalls
@@ -107,9 +110,12 @@ class EngineCore:
             total.update(counting.counters)
         return total
 
-    def state(self) -> dict[str, Any]:
-        """Counters, histograms and gauges of all parts, by name."""
-        return {name: value for part in self.parts for name, value in part.state().items()}
+    def state(self) -> State:
+        """Counters, histograms and gauges of all parts."""
+        state = State()
+        for part in self.parts:
+            part.report(state)
+        return state
 
     @property
     def busy(self) -> bool:
@@ -322,7 +328,7 @@ class EngineCore:
         self.counters["accepted_tokens"] += len(item.draft)
         return tokens
 
-    def _book_rows(self, item: Work, saved: Sequence[Any], seconds: float) -> bool:
+    def _book_rows(self, item: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
         """Book the rows of a piece of work; returns whether their logits give tokens."""
         request, prefills = item.request, item.prefills
         in_chunks = prefills and not request.strategy.unchunkable

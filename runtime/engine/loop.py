@@ -128,8 +128,6 @@ def in_thread(
             return None
 
     def send(message: wire.Outbound) -> None:
-        if isinstance(message, wire.Reply):  # an answer may have objects of the engine, which changes them later
-            message = wire.outbound_decoder.decode(wire.encode(message))
         with suppress(RuntimeError):  # the client's event loop may be closed before the engine has ended
             client.call_soon_threadsafe(take, message)
 

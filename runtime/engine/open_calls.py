@@ -1,33 +1,33 @@
 """Operators' calls that are being answered."""
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 
-from runtime.calls import Call
-from runtime.engine.part import Answer, Handler
+import msgspec
+
+from runtime.calls import Answers, EngineCall, Handler
 from runtime.errors import InvalidRequest, RametError
-from runtime.protocol import Failure, Reply
+from runtime.protocol import Failure, Reply, encode
 
 log = logging.getLogger("ramet.engine")
 
 
 class OpenCalls:
-    """Operators' calls that are being answered, each by the handlers of one or several parts.
+    """Operators' calls that are being answered.
 
     Attributes:
         open: number of each call, None if it wants no reply, and its unfinished answer.
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[type[Call], list[Handler]] = {}
-        self.open: list[tuple[int | None, Generator[None, None, Answer]]] = []
+        self._handlers: dict[type[EngineCall[object]], Handler] = {}
+        self.open: list[tuple[int | None, Generator[None, None, msgspec.Raw]]] = []
 
-    def learn(self, answers: Mapping[type[Call], Handler]) -> None:
+    def learn(self, answers: Answers) -> None:
         """Add the handlers of a part: `Part.answers`."""
-        for call, handler in answers.items():
-            self._handlers.setdefault(call, []).append(handler)
+        self._handlers.update(answers)
 
-    def ask(self, number: int | None, call: Call) -> None:
+    def ask(self, number: int | None, call: EngineCall[object]) -> None:
         """Begin a call. `replies` returns its reply later, unless `number` is None."""
         self.open.append((number, self._answer(call)))
 
@@ -48,26 +48,23 @@ class OpenCalls:
                 replies += [] if number is None else [reply]
         return replies
 
-    def _answer(self, call: Call) -> Generator[None, None, Answer]:
-        handlers = self._handlers.get(type(call))
-        if handlers is None:
+    def _answer(self, call: EngineCall[object]) -> Generator[None, None, msgspec.Raw]:
+        handler = self._handlers.get(type(call))
+        if handler is None:
             raise InvalidRequest(f"this engine does not answer {type(call).__name__}: its prefix cache is off")
-        found: Answer = {}
-        for handler in handlers:
-            answer = handler(call)
-            found |= answer if isinstance(answer, dict) else (yield from answer)
-        return found
+        answer = handler(call)
+        return msgspec.Raw(encode((yield from answer) if isinstance(answer, Generator) else answer))
 
 
-def _advance(number: int, answer: Generator[None, None, Answer]) -> Reply | None:
+def _advance(number: int, answer: Generator[None, None, msgspec.Raw]) -> Reply | None:
     """Advance a call; returns its reply, which may be a failure, or None if it takes more steps."""
     try:
         next(answer)
     except StopIteration as end:
         return Reply(number, end.value)
     except RametError as error:
-        return Reply(number, {}, Failure.of(error))
+        return Reply(number, failure=Failure.of(error))
     except Exception as error:
         log.exception("a call failed")
-        return Reply(number, {}, Failure("RametError", f"the call failed: {type(error).__name__}"))
+        return Reply(number, failure=Failure("RametError", f"the call failed: {type(error).__name__}"))
     return None

@@ -1,17 +1,12 @@
 """Parts of the engine around the step: they hook into the lives of requests, and answer operators' calls."""
 
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from typing import Any
 
 from radix import Event
 from runtime.batch import ForwardBatch
-from runtime.calls import Call
+from runtime.calls import Answers, State
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request, Work
-
-Answer = dict[str, Any]
-# A handler whose answer takes several steps returns a generator, which is advanced between steps.
-Handler = Callable[[Any], Answer | Generator[None, None, Answer]]
 
 
 class Part:
@@ -28,9 +23,9 @@ class Part:
         """Whether the part, of which `Parts.wait` was told, waits for results that its `poll` must collect."""
         return False
 
-    def answers(self) -> Mapping[type[Call], Handler]:
-        """Handlers of the calls that the part answers. If several parts answer a call, their answers are merged."""
-        return {}
+    def answers(self) -> Answers:
+        """The calls that the part answers, each made by `EngineCall.by`."""
+        return ()
 
     def added(self, request: Request) -> None:
         """Take note of a new request. Raises RametError to refuse it."""
@@ -71,16 +66,24 @@ class Part:
         """Events of KV that the part keeps outside of the pool, since the last call, by tier."""
         return {}
 
-    def mark(self, nodes: list[dict[str, Any]]) -> Iterator[None]:
-        """Add to descriptions of the tree's nodes what the part knows of them, if need be over several steps."""
-        return iter(())
+    def erase(self, tenant: str) -> None:
+        """Drop what the part keeps of a tenant in memory, besides what `flush` drops."""
+
+    def erase_blocks(self, tenant: str | None) -> Generator[None, None, dict[str, int | None]]:
+        """Erase a tenant's blocks in tiers, or all (None); their number by tier, None for a tier that failed."""
+        yield from ()
+        return {}
+
+    def places(self, nodes: Sequence[int]) -> Generator[None, None, dict[int, list[str]] | None]:
+        """The names of the tiers that hold a node's first page, by the node's id; None: the part has no tiers."""
+        yield from ()
+        return None
 
     def resume(self) -> None:
         """Take up what the engine before this one left; all parts are installed."""
 
-    def state(self) -> Mapping[str, Any]:
-        """Counters and gauges for operators."""
-        return {}
+    def report(self, state: State) -> None:
+        """Add the part's counters, histograms and gauges."""
 
     def close(self) -> None:
         """Release threads, sockets and files."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
+from contextlib import ExitStack
 from itertools import count
-from typing import Any
 
 import msgspec
 
 from radix import Namespace
 from radix.node import TOKEN_BYTES
-from runtime.calls import AddPin, Call, GetPins, RemovePin
+from runtime.calls import AddPin, AllPins, Answers, GetPins, KeptPrefixes, PinView, RemovePin
 from runtime.engine.core import EngineCore
-from runtime.engine.part import Answer, Handler, Part
+from runtime.engine.part import Part
 from runtime.errors import InvalidRequest, PinRefused
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest, Breakpoint, CacheUsage, Finish
@@ -30,29 +30,29 @@ class Pins(Part):
         self._computing: dict[str, Finish | None] = {}
         self._keeping: dict[Request, list[Breakpoint]] = {}
 
-    def answers(self) -> Mapping[type[Call], Handler]:
-        return {
-            AddPin: self.pin,
-            RemovePin: lambda call: {"found": self._cache.pins.unpin(call.pin)},
-            GetPins: lambda _: self._describe(),
-        }
+    def answers(self) -> Answers:
+        return (
+            AddPin.by(self.pin),
+            RemovePin.by(lambda call: self._cache.pins.unpin(call.pin)),
+            GetPins.by(self._show),
+        )
 
-    def _describe(self) -> Answer:
+    def _show(self, _: GetPins) -> AllPins:
         board, holds, page_size = self._cache.pins, self._cache.holds, self._cache.page_size
         self._cache.expire()
-        return {
-            "pins": [board.describe(pin) for pin in board.pins.values()],
-            "kept": [
-                {"tenant": owner.tenant, "prefixes": ends, "tokens": pages * page_size}
+        return AllPins(
+            pins=[board.view(pin) for pin in board.pins.values()],
+            kept=[
+                KeptPrefixes(tenant=owner.tenant, prefixes=ends, tokens=pages * page_size)
                 for owner, ends, pages in holds.sums()
             ],
-            "pinned_tokens": (self._cache.tree.num_pinned_pages + holds.num_kept_pages) * page_size,
-            "budget_tokens": holds.budget_pages * page_size,
-        }
+            pinned_tokens=(self._cache.tree.num_pinned_pages + holds.num_kept_pages) * page_size,
+            budget_tokens=holds.budget_pages * page_size,
+        )
 
     # -- operators -------------------------------------------------------------------------------------------
 
-    def pin(self, call: AddPin) -> Generator[None, None, Answer]:
+    def pin(self, call: AddPin) -> Generator[None, None, list[PinView]]:
         """Pin the whole pages of a prefix, or entries; missing KV is computed first.
 
         Raises:
@@ -92,24 +92,25 @@ class Pins(Part):
         if finish.type in ("error", "abort"):
             raise PinRefused(finish.message or "the prefix could not be computed")
 
-    def _pin(self, call: AddPin) -> Answer | None:
-        """Pin the prefix or all entries of a call; None, with nothing pinned, if some of the KV is missing."""
+    def _pin(self, call: AddPin) -> list[PinView] | None:
+        """Pin the prefix or all entries of a call; None, with nothing pinned, if some of the KV is missing.
+
+        Raises PinRefused, with nothing pinned.
+        """
         board = self._cache.pins
         try:
             runs = self._core.strategies.serving(call.ask).runs(array("i", call.tokens), call.namespace, call.ask)
         except InvalidRequest as error:
             raise PinRefused(error.message) from None
-        pins: list[dict[str, Any]] = []
-        for run in runs:
-            answer = board.pin(run.tokens, run.namespace, call.name or run.name, call.ttl_s)
-            if "pin" not in answer:
-                for pin in pins:
-                    board.unpin(pin["id"])
-                if "refused" in answer:
-                    raise PinRefused(answer["refused"])
-                return None
-            pins.append(answer["pin"])
-        return {"pin": pins[0]} if call.ask is None else {"pins": pins}
+        pins: list[PinView] = []
+        with ExitStack() as undo:
+            for run in runs:
+                if (pin := board.pin(run.tokens, run.namespace, call.name or run.name, call.ttl_s)) is None:
+                    return None
+                undo.callback(board.unpin, pin.id)
+                pins.append(pin)
+            undo.pop_all()
+        return pins
 
     # -- requests --------------------------------------------------------------------------------------------
 

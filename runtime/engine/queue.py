@@ -3,7 +3,6 @@
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, KeysView
 from itertools import islice
-from typing import Any
 
 from sortedcontainers import SortedKeyList
 
@@ -21,12 +20,13 @@ _MOST_STEPS, _MOST_PLACES = 4, 4.0
 _LATEST = 0.05
 
 _Family = tuple[Namespace, bytes]
+_Rank = Callable[[Request], int | tuple[int, ...]]
 
 
 class _Line:
     """The waiting requests of one account, by arrival and by match."""
 
-    def __init__(self, by_arrival: Callable[[Request], Any], by_match: Callable[[Request], Any] | None):
+    def __init__(self, by_arrival: _Rank, by_match: _Rank | None):
         self.order: SortedKeyList = SortedKeyList(key=by_arrival)
         self.matches: SortedKeyList | None = None if by_match is None else SortedKeyList(key=by_match)
 
@@ -210,7 +210,7 @@ class WaitingQueue:
         matched = self.matched.get(request, 0)
         return len(request.tokens) + len(request.entry_tokens) - matched + self._generated
 
-    def _match_rank(self, request: Request) -> Any:
+    def _match_rank(self, request: Request) -> tuple[int, int, int]:
         return -request.message.priority, -self.matched[request], request.serial
 
 

@@ -164,7 +164,8 @@ class StepGraphs:
         self._model, self._pool, self._backend = model, pool, backend
         self.sizes, self.prompt_sizes = sorted(sizes), sorted(prompt_sizes)
         pages_of_one = -(-context_length // pool.page_size) + 1
-        requests = max(self.sizes[-1], MAX_EDGES, *(prompt_rows(size).requests for size in self.prompt_sizes))
+        of_prompts = [prompt_rows(size).requests for size in self.prompt_sizes]
+        requests = max(self.sizes[-1], MAX_EDGES, *of_prompts)
         self._max_pages = min(requests * pages_of_one, _MAX_PAGES)
         self._memory = torch.cuda.graph_pool_handle() if pool.k.is_cuda else None
         self._buffers: list[Buffers] = []

@@ -3,12 +3,12 @@
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Protocol, TypeVar
 
-from runtime.calls import Call, LoadAdapter, UnloadAdapter
+from runtime.calls import EngineCall, LoadAdapter, UnloadAdapter
 from runtime.config import ModelConfig
 from runtime.errors import InvalidRequest, ModelError
 from runtime.models.resolve import known_names
@@ -16,6 +16,11 @@ from runtime.models.resolve import known_names
 log = logging.getLogger("ramet.client")
 
 _NAME = re.compile(r"[\w.@/-]{1,128}")
+A = TypeVar("A")
+
+
+class _Caller(Protocol):
+    async def __call__(self, call: EngineCall[A]) -> A: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class Adapters:
         config: the model's configuration; adapters cannot have the model's names.
     """
 
-    def __init__(self, call: Callable[[Call], Awaitable[dict[str, Any]]], config: ModelConfig):
+    def __init__(self, call: _Caller, config: ModelConfig):
         self._call = call
         self._config = config
         self._changing = asyncio.Lock()
@@ -62,7 +67,8 @@ class Adapters:
 
     def nearest(self, name: str, own: str) -> str:
         """The end of an error about an unknown name: "; did you mean ...?", or empty if no name is similar."""
-        meant = get_close_matches(name[:256], [own, *self._loaded, *(f"{own}:{each}" for each in self._loaded)], 1)
+        whole = [f"{own}:{each}" for each in self._loaded]
+        meant = get_close_matches(name[:256], [own, *self._loaded, *whole], 1)
         return f"; did you mean {meant[0]!r}?" if meant and meant[0] != own else ""
 
     async def load(self, name: str, path: str, replace: bool = False) -> Adapter:
@@ -79,8 +85,8 @@ class Adapters:
             if before is not None and not replace:
                 message = f"the adapter {name!r} is loaded already; load_inplace replaces it"
                 raise InvalidRequest(message, param="lora_name")
-            answer = await self._call(LoadAdapter(path))
-            self._loaded[name] = adapter = Adapter(name, path, **answer)
+            loaded = await self._call(LoadAdapter(path))
+            self._loaded[name] = adapter = Adapter(name, path, loaded.digest, loaded.rank)
             if before is not None:
                 await self._leave(before)
         log.info("adapter %s of rank %d is loaded from %s", name, adapter.rank, path)
@@ -95,8 +101,7 @@ class Adapters:
     async def _leave(self, adapter: Adapter) -> int:
         if any(other.digest == adapter.digest for other in self._loaded.values()):
             return 0
-        running: int = (await self._call(UnloadAdapter(adapter.digest)))["running"]
-        return running
+        return await self._call(UnloadAdapter(adapter.digest))
 
     async def open(self) -> None:
         """Load the adapters of `--lora`. Raises ModelError if an adapter cannot be served."""

@@ -7,12 +7,13 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from radix import Namespace
 from radix.node import TOKEN_BYTES
+from runtime import calls
 from runtime.asks import REUSE_BY_METHOD
-from runtime.calls import AddPin, Call, ComputeNextTurn, EraseTenant, GetCached, GetRuns, Pause, Ping
+from runtime.calls import EngineCall, Erased, PinView, TreeRun
 from runtime.config import Config
 from runtime.errors import EngineDead, RametError
 from runtime.frontend.adapters import Adapters
@@ -35,6 +36,7 @@ log = logging.getLogger("ramet.client")
 _STOP_SECONDS = 10
 
 T = TypeVar("T")
+A = TypeVar("A")
 
 
 class AsyncEngine:
@@ -121,7 +123,7 @@ class AsyncEngine:
     async def _supervise(self) -> None:
         """Wait for the engine's end; if the engine was not stopped, fail all open requests."""
         assert self._connection.ended is not None
-        watch = asyncio.create_task(self._watchdog.watch(lambda: self.call(Ping()), self._host.kill))
+        watch = asyncio.create_task(self._watchdog.watch(lambda: self.call(calls.Ping()), self._host.kill))
         try:
             code = await asyncio.shield(self._connection.ended)
         finally:
@@ -257,7 +259,7 @@ class AsyncEngine:
                 replay=answered.replay,
             )
             tokens = (await self._work.encode(self._running().inputs, turn)).tokens
-            await self.call(ComputeNextTurn(tokens, answered.namespace, account, answered.hold_s))
+            await self.call(calls.ComputeNextTurn(tokens, answered.namespace, account, answered.hold_s))
 
     def _stop_preparing(self, account: str | None) -> None:
         for task in [task for task, owner in self._preparing.items() if account in (None, owner)]:
@@ -297,22 +299,22 @@ class AsyncEngine:
 
     # -- operators -------------------------------------------------------------------------------------------
 
-    async def call(self, call: Call) -> dict[str, Any]:
+    async def call(self, call: EngineCall[A]) -> A:
         """The answer to an operator's call. Raises RametError if the engine refuses it."""
         answer = await self._connection.call(call)
-        if isinstance(call, Pause):
-            self.paused = answer["paused"]
+        if isinstance(call, calls.Pause):
+            self.paused = call.paused
         return answer
 
-    async def erase(self, account: str) -> dict[str, Any]:
+    async def erase(self, account: str) -> Erased:
         """Erase all that is kept of an account, except live requests; returns the answer to `EraseTenant`."""
         for preparer in self._preparers:
             preparer.erase(account)
         self._stop_preparing(account)
         self._running().inputs.replay.erase(account)
-        return await self.call(EraseTenant(account))
+        return await self.call(calls.EraseTenant(account))
 
-    async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> dict[str, Any]:
+    async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> PinView:
         """Pin the whole pages of a prefix, which is computed first if necessary; returns a description of the pin.
 
         Raises:
@@ -323,7 +325,8 @@ class AsyncEngine:
         frontend, space, account = self._running(), prefix.namespace, prefix.account
         with frontend.admit(account, 1, prefix.expected_tokens):
             tokens = (await self._work.encode(frontend.inputs, prefix)).tokens
-            return (await self.call(AddPin(tokens, space, account, name, ttl_s)))["pin"]
+            (pin,) = await self.call(calls.AddPin(tokens, space, account, name, ttl_s))
+        return pin
 
     async def pin_entries(self, encoded: Encoded, name: str, ttl_s: float | None) -> list[str]:
         """Pin the KV of all parts that a served submission has read; returns the ids of the pins.
@@ -335,20 +338,20 @@ class AsyncEngine:
         prompt, space, account = encoded.prompt, encoded.namespace, encoded.account
         assert isinstance(prompt, PartedPrompt)
         with self._running().admit(account, 1, prompt.length):
-            answer = await self.call(AddPin(encoded.tokens, space, account, name, ttl_s, prompt.ask))
-        return [pin["id"] for pin in answer["pins"]]
+            pins = await self.call(calls.AddPin(encoded.tokens, space, account, name, ttl_s, prompt.ask))
+        return [pin.id for pin in pins]
 
     async def cached(self, prompt: PartedPrompt, namespace: Namespace) -> dict[str, int]:
         """Number of cached tokens of each part that a prompt reads, by name."""
-        return await self.call(GetCached(prompt.ask, namespace, array("i", prompt.tokens).tobytes()))
+        return await self.call(calls.GetCached(prompt.ask, namespace, array("i", prompt.tokens).tobytes()))
 
-    async def runs(self, tenant: str | None, salt: str | None) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async def runs(self, tenant: str | None, salt: str | None) -> AsyncGenerator[list[TreeRun], None]:
         """The tree's nodes of a tenant and a salt (None: all), with their tokens, in slices, parents first."""
         async with self._walking:  # the engine has one walk at a time
-            found = await self.call(GetRuns(tenant, salt, anew=True))
-            while found["runs"] is not None:
-                yield found["runs"]
-                found = await self.call(GetRuns(tenant, salt, anew=False))
+            found = await self.call(calls.GetRuns(tenant, salt, anew=True))
+            while found is not None:
+                yield found
+                found = await self.call(calls.GetRuns(tenant, salt, anew=False))
 
     def _running(self) -> OutputProcessor:
         if self._frontend is None:

@@ -8,12 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import msgspec
 import zmq
 
-from runtime.calls import Call
+from runtime.calls import AnyCall, EngineCall
 from runtime.config import Config
 from runtime.errors import EngineDead, ModelError
 from runtime.models.publishing import scratch
@@ -33,6 +33,8 @@ from runtime.protocol import (
 )
 
 log = logging.getLogger("ramet.client")
+
+A = TypeVar("A")
 
 # Most messages to handle before other work of the event loop.
 _TOGETHER = 64
@@ -142,7 +144,7 @@ class Connection:
     def __init__(self, host: Host):
         self._host = host
         self.on_events: Callable[[list[TokenEvent]], None] = lambda events: None
-        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._num_calls = 0
         self.dead: EngineDead | None = EngineDead("the engine is not running")
         self.ended: asyncio.Task[int] | None = None
@@ -173,17 +175,16 @@ class Connection:
             await ended
             raise
 
-    async def call(self, call: Call) -> dict[str, Any]:
+    async def call(self, call: EngineCall[A]) -> A:
         """The answer to an operator's call. Raises RametError if it fails; cancelling the task cancels the call."""
         if self.dead is not None:
             raise self.dead
         self._num_calls += 1
-        number, future = self._num_calls, asyncio.get_running_loop().create_future()
-        self._calls[number] = future
-        self._host.send(Ask(number, call))
+        number = self._num_calls
+        self._calls[number] = future = asyncio.get_running_loop().create_future()
+        self._host.send(Ask(number, cast(AnyCall, call)))
         try:
-            answer: dict[str, Any] = await future
-            return answer
+            return (await future).read(call)
         except asyncio.CancelledError:
             self._host.send(Forget(number))
             raise
@@ -209,9 +210,5 @@ class Connection:
 
     def _answer(self, reply: Reply) -> None:
         call = self._calls.get(reply.number)
-        if call is None or call.done():
-            return
-        if reply.failure is None:
-            call.set_result(reply.answer)
-        else:
-            call.set_exception(reply.failure.error())
+        if call is not None and not call.done():
+            call.set_result(reply)

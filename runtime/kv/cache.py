@@ -6,9 +6,9 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from radix import EventLog, Evictions, Gone, Holds, Namespace, Node, Quotas, RadixTree, make_policy, path
+from radix import EventLog, Evictions, Gone, Holds, Meta, Namespace, Node, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
@@ -84,7 +84,7 @@ class PagedCache:
         pages: array[int],
         namespace: Namespace,
         cost: float = 0.0,
-        meta: Any = None,
+        meta: Meta | None = None,
         owner: Namespace | None = None,
     ) -> tuple[Node | None, array[int]]:
         """Hand pages to the tree; copies of pages that the tree already has are freed.
@@ -202,7 +202,7 @@ class PagedCache:
         live = list(live)
         tree = [page for node in self.tree.nodes() for page in node.pages]
         private = [page for request in live for page in request.sequence.pages]
-        segments = [*(segment for request in live for segment in request.segments), *self.held]
+        segments = [segment for request in live for segment in request.segments] + self.held
         private += [page for segment in segments if segment.node is None for page in segment.pages]
         for request in live:
             # The sequence of a request may contain a page of the tree, if a segment of the request locks that page.

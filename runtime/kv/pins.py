@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from secrets import token_hex
-from typing import Any
 
 from radix import Holds, Match, Namespace, Node, RadixTree, path, text_of_path
 from radix.node import TOKEN_BYTES
+from runtime.calls import PinView
+from runtime.errors import PinRefused
 
 
 @dataclass(slots=True, eq=False)
@@ -57,40 +58,38 @@ class PinBoard:
         self.num_refused = self.num_broken = 0
         self._soonest_s = inf  # no pin expires earlier
 
-    def pin(self, tokens: array[int], namespace: Namespace, name: str | None, ttl_s: float | None) -> dict[str, Any]:
+    def pin(self, tokens: array[int], namespace: Namespace, name: str | None, ttl_s: float | None) -> PinView | None:
         """Pin the whole pages of a prefix; `ttl_s` None: until the pin is removed.
 
-        Returns:
-            `{"pin": ...}` with the new pin; `{"missing_tokens": n}` if n tokens have to be computed first; or
-            `{"refused": why}`.
+        Returns None, without a pin, if tokens have to be computed first. Raises PinRefused.
         """
         page_size = self.tree.page_size
         wanted = len(tokens) // page_size
+        if not wanted:
+            raise self._refused(f"the prefix is shorter than a page of {page_size} tokens")
         match = self.tree.match(tokens[: wanted * page_size].tobytes(), namespace)
         missing = wanted - len(match.pages)
-        why = self._over(match, missing) if wanted else f"the prefix is shorter than a page of {page_size} tokens"
-        if why is not None:
-            return self._refuse(why)
-        if missing:
-            return {"missing_tokens": missing * page_size}
-        return {"pin": self.describe(self._add(match, name, ttl_s))}
+        self._check(match, missing)
+        return None if missing else self.view(self._add(match, name, ttl_s))
 
-    def pin_node(self, node: Node) -> dict[str, Any]:
-        """Pin the prefix that ends in a node; returns `{"pin": ...}` or `{"refused": why}`."""
+    def pin_node(self, node: Node) -> PinView:
+        """Pin the prefix that ends in a node. Raises PinRefused."""
         match = Match(node=node, node_pages=len(node.pages))
-        if (why := self._over(match)) is not None:
-            return self._refuse(why)
-        return {"pin": self.describe(self._add(match, None, None))}
+        self._check(match)
+        return self.view(self._add(match, None, None))
 
-    def _over(self, match: Match, missing: int = 0) -> str | None:
-        """Why a match and `missing` pages after it cannot be pinned within the budget; None if they can."""
+    def _check(self, match: Match, missing: int = 0) -> None:
+        """Raise PinRefused if a match and `missing` pages after it cannot be pinned within the budget."""
         self.expire()
         pinned, budget = self.tree.num_pinned_pages, self.holds.budget_pages
         wanted = pinned + self.tree.num_new_pinned_pages(match) + missing
-        if wanted <= budget:
-            return None
-        pages = f"{wanted} pages of {self.tree.page_size} tokens; the budget is {budget} pages"
-        return f"all pins together would hold {pages}, of which {pinned} are pinned"
+        if wanted > budget:
+            pages = f"{wanted} pages of {self.tree.page_size} tokens; the budget is {budget} pages"
+            raise self._refused(f"all pins together would hold {pages}, of which {pinned} are pinned")
+
+    def _refused(self, why: str) -> PinRefused:
+        self.num_refused += 1
+        return PinRefused(why)
 
     def _add(self, match: Match, name: str | None, ttl_s: float | None) -> Pin:
         node = self.tree.lock_match(match)
@@ -105,10 +104,6 @@ class PinBoard:
         self._soonest_s = min(self._soonest_s, expires_s)
         self.pins[pin.id] = pin
         return pin
-
-    def _refuse(self, why: str) -> dict[str, Any]:
-        self.num_refused += 1
-        return {"refused": why}
 
     def unpin(self, pin_id: str) -> bool:
         """Remove a pin; its pages stay cached until they are evicted. False if no pin has the id."""
@@ -127,11 +122,17 @@ class PinBoard:
         self.holds.release(node)
         return [pin.id for pin in found]
 
-    def describe(self, pin: Pin) -> dict[str, Any]:
+    def view(self, pin: Pin) -> PinView:
         """A pin as clients see it; `tenant` is the owner's."""
         left = None if pin.expires_s == inf else max(round(pin.expires_s - self.tree.now(), 1), 0.0)
-        shown = {"id": pin.id, "name": pin.name, "tenant": pin.owner.tenant, "tokens": pin.tokens}
-        return {**shown, "hits": pin.node.hits, "expires_in_s": left}
+        return PinView(
+            id=pin.id,
+            name=pin.name,
+            tenant=pin.owner.tenant,
+            tokens=pin.tokens,
+            hits=pin.node.hits,
+            expires_in_s=left,
+        )
 
     def expire(self) -> None:
         """Remove the pins whose time to live is over."""

@@ -7,11 +7,11 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from radix import Namespace, Node
+from radix import Meta, Namespace, Node
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class Run(NamedTuple):
     tokens: array[int]
     namespace: Namespace
     name: str | None = None
-    meta: Any = None
+    meta: Meta | None = None
     whole: bool = False
 
 

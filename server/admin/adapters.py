@@ -1,12 +1,13 @@
 """vLLM's routes to load and unload low-rank adapters."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from fastapi import APIRouter
 from pydantic import Field
 
 from server.errors import NotFound
+from server.http.answers import JsonObject
 from server.http.context import Ctx
 from server.http.wire import Body, Text, example
 
@@ -19,7 +20,7 @@ class LoadRequest(Body):
     """An adapter to load."""
 
     model_config = example(lora_name="poems", lora_path="/adapters/poems")
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"base_model_name": (), "is_3d_lora_weight": (False,)}
+    NEUTRAL: ClassVar[Mapping[str, tuple[object, ...]]] = {"base_model_name": (), "is_3d_lora_weight": (False,)}
 
     lora_name: Name
     lora_path: Text = Field(
@@ -38,7 +39,7 @@ class UnloadRequest(Body):
 
 
 @router.post("/load_lora_adapter")
-async def load_adapter(context: Ctx, body: LoadRequest) -> dict[str, Any]:
+async def load_adapter(context: Ctx, body: LoadRequest) -> JsonObject:
     """Serve an adapter from now on."""
     path = context.below_root(body.lora_path, "lora_path")
     adapter = await context.engine.adapters.load(body.lora_name, path, body.load_inplace)
@@ -46,7 +47,7 @@ async def load_adapter(context: Ctx, body: LoadRequest) -> dict[str, Any]:
 
 
 @router.post("/unload_lora_adapter")
-async def unload_adapter(context: Ctx, body: UnloadRequest) -> dict[str, Any]:
+async def unload_adapter(context: Ctx, body: UnloadRequest) -> JsonObject:
     """Unload an adapter. New requests for it are refused; the `running` requests keep its weights to their end."""
     running = await context.engine.adapters.unload(body.lora_name)
     if running is None:

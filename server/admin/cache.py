@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
+from msgspec.structs import asdict, replace
 from pydantic import Field, model_validator
 
-from radix import Namespace
-from runtime.calls import GetPins, GetQuota, GetState, GetTree, OnNode, RemovePin
+from radix.views import NodeView
+from runtime import calls
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
 from server.admin.node_ids import ids_for
@@ -22,6 +25,7 @@ from server.errors import Forbidden, NotFound
 from server.features.parts import FeatureStores, Stores, find_parts
 from server.features.registry import write_turns
 from server.generation.bodies import Scoped
+from server.http.answers import JsonObject
 from server.http.context import Context, Ctx, erase
 from server.http.sse import while_there
 from server.http.wire import Body, Text, TokenIds, example
@@ -30,6 +34,8 @@ from server.openai.messages import Messages
 router = APIRouter(prefix="/cache", tags=["cache"])
 # Routes for every key, which sees only its own part of the cache.
 own = EveryKey(prefix="/cache", tags=["cache"])
+
+A = TypeVar("A")
 
 
 class PinRequest(Body, Scoped):
@@ -72,29 +78,30 @@ class PinRequest(Body, Scoped):
 @router.post("/pin")
 async def pin(
     context: Ctx, stores: FeatureStores, body: PinRequest, request: Request, tenant: CurrentTenant
-) -> dict[str, Any]:
+) -> JsonObject:
     """Pin the whole pages of a prefix. A prefix that is not cached is computed first. 409 over the budget."""
     prefix = body.prefix(tenant, context, stores)
     pinned = await while_there(request, context.engine.pin(prefix, body.name, body.ttl_s))
-    return context.with_names([pinned])[0]
+    return asdict(context.named(pinned))
 
 
 @router.get("/pins")
-async def pins(context: Ctx) -> dict[str, Any]:
+async def pins(context: Ctx) -> JsonObject:
     """All pins, the kept prefixes summed by tenant, the tokens that both hold, and the budget."""
-    return await pins_of(context)
+    return msgspec.to_builtins(await pins_of(context))
 
 
-async def pins_of(context: Context) -> dict[str, Any]:
+async def pins_of(context: Context) -> calls.AllPins:
     """The answer of `/cache/pins`."""
-    found = await context.engine.call(GetPins())
-    return {**found, **{kind: context.with_names(found[kind]) for kind in ("pins", "kept")}}
+    found = await context.engine.call(calls.GetPins())
+    pins, kept = [context.named(pin) for pin in found.pins], [context.named(one) for one in found.kept]
+    return replace(found, pins=pins, kept=kept)
 
 
 @router.delete("/pins/{pin_id}")
-async def unpin(context: Ctx, pin_id: str) -> dict[str, Any]:
+async def unpin(context: Ctx, pin_id: str) -> JsonObject:
     """Remove a pin; its pages stay cached until they are evicted."""
-    if not (await context.engine.call(RemovePin(pin_id)))["found"]:
+    if not await context.engine.call(calls.RemovePin(pin_id)):
         raise NotFound(f"there is no pin {pin_id!r}", param="pin_id", code="pin_not_found")
     return {"success": True}
 
@@ -106,23 +113,21 @@ Start = Annotated[
 
 
 @router.post("/nodes/{page}/pin")
-async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
+async def pin_node(context: Ctx, page: Page, start: Start) -> JsonObject:
     """Pin the prefix that ends with a node. 404 if the node is gone, 409 over the budget."""
-    return context.with_names([(await _on_node(context, "pin", page, start))["pin"]])[0]
+    return asdict(context.named(await _on_node(context, calls.PinNode(page, start))))
 
 
 @router.delete("/nodes/{page}/pin")
-async def unpin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
+async def unpin_node(context: Ctx, page: Page, start: Start) -> JsonObject:
     """Remove every pin that holds a node."""
-    done = await _on_node(context, "unpin", page, start)
-    return {"unpinned": done["pins"]}
+    return {"unpinned": await _on_node(context, calls.UnpinNode(page, start))}
 
 
 @router.delete("/nodes/{page}")
-async def drop_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
+async def drop_node(context: Ctx, page: Page, start: Start) -> JsonObject:
     """Evict a node and its subtree, except nodes that live requests or pins hold."""
-    done = await _on_node(context, "drop", page, start)
-    return {"evicted_tokens": done["tokens"]}
+    return {"evicted_tokens": await _on_node(context, calls.DropNode(page, start))}
 
 
 @router.get("/nodes/{page}")
@@ -133,31 +138,29 @@ async def read_node(
     from_: Annotated[
         int | None, Query(alias="from", ge=0, lt=1 << 31, description="first token to show; default: start")
     ] = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The text of a node; `from` adds the text of the nodes above it, from that token on."""
-    tokens = preview_tokens((await _on_node(context, "read", page, start))["tokens"], start if from_ is None else from_)
+    tokens = preview_tokens(await _on_node(context, calls.ReadNode(page, start)), start if from_ is None else from_)
     text = await asyncio.to_thread(context.engine.tokenizer.decode, tokens, skip_special_tokens=False)
     return {"tokens": len(tokens), "text": text}
 
 
-async def _on_node(
-    context: Context, verb: Literal["pin", "unpin", "drop", "read"], page: int, start: int
-) -> dict[str, Any]:
-    done = await context.engine.call(OnNode(verb, page, start))
-    if not done["found"]:
-        raise NotFound(f"there is no such node at page {page}", param="page", code="node_not_found")
+async def _on_node(context: Context, call: calls.OnNode[A | None]) -> A:
+    if (done := await context.engine.call(call)) is None:
+        raise NotFound(f"there is no such node at page {call.page}", param="page", code="node_not_found")
     return done
 
 
 @router.get("/tiers")
-async def tiers(context: Ctx) -> dict[str, Any]:
+async def tiers(context: Ctx) -> JsonObject:
     """The tiers below the pool, in the order in which blocks are looked up."""
-    state = await context.engine.call(GetState())
-    return {name: state.get(name, {}) for name in ("tiers", "loaded_tokens_by_tier")}
+    state = await context.engine.call(calls.GetState())
+    tiers = {name: asdict(tier) for name, tier in state.tiers.items()}
+    return {"tiers": tiers, "loaded_tokens_by_tier": state.labelled.get("loaded_tokens_by_tier", {})}
 
 
 @router.delete("/tenants/{name}")
-async def erase_tenant(context: Ctx, name: str, request: Request) -> dict[str, Any]:
+async def erase_tenant(context: Ctx, name: str, request: Request) -> JsonObject:
     """Erase all that is kept of a tenant, except live requests: pages, pins and blocks of all tiers, stored objects and
     responses, the journal and the recorded trace.
 
@@ -165,13 +168,13 @@ async def erase_tenant(context: Ctx, name: str, request: Request) -> dict[str, A
     """
     account = context.tenant(name).account
     erase(request.app, account)
-    return await context.engine.erase(account)
+    return asdict(await context.engine.erase(account))
 
 
 @router.get("/stats")
-async def stats(context: Ctx) -> dict[str, Any]:
+async def stats(context: Ctx) -> JsonObject:
     """The engine's counters, histograms and gauges."""
-    return await context.engine.call(GetState())
+    return (await context.engine.call(calls.GetState())).flat()
 
 
 @own.get("/quota")
@@ -179,14 +182,14 @@ async def quota(
     context: Ctx,
     asker: CurrentTenant,
     tenant: Annotated[str | None, Query(description="admin keys: name of the API key whose quota to show")] = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The key's quota and its used part, in pages and in tokens; null without a quota."""
     return await quota_of(context.visible(asker, tenant) or asker, context)
 
 
-async def quota_of(tenant: Tenant, context: Context) -> dict[str, Any]:
+async def quota_of(tenant: Tenant, context: Context) -> JsonObject:
     """The answer of `/cache/quota`."""
-    found = await context.engine.call(GetQuota(tenant.account))
+    found = asdict(await context.engine.call(calls.GetQuota(tenant.account)))
     size = context.engine.info.page_size
     tokens = {name.replace("pages", "tokens"): None if n is None else n * size for name, n in found.items()}
     return {"tenant": tenant.name, **found, **tokens}
@@ -201,25 +204,33 @@ async def tree(
     cursor: Annotated[int, Query(ge=0, le=10_000_000, description="`next_cursor` of the previous answer")] = 0,
     limit: Annotated[int, Query(ge=1, le=4096, description="most nodes in the response")] = 256,
     preview: Annotated[int, Query(ge=0, le=256, description="admin keys: tokens of each node to show as text")] = 0,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The radix tree's nodes, level by level, parents first. Keys without `admin` see only their own nodes."""
     if preview and not asker.admin:
         raise Forbidden("this key may not see the text of nodes", param="preview")
     whose = context.visible(asker, tenant)
     account = None if whose is None else whose.account
-    nodes = (await context.engine.call(GetTree(account, depth, cursor, limit, preview)))["nodes"]
+    found = await context.engine.call(calls.GetTree(account, depth, cursor, limit, preview))
     id_of = ids_for(asker)
-    shown = [_show(node, context, id_of) for node in nodes]
-    return {"nodes": shown, "next_cursor": cursor + limit if len(nodes) == limit else None}
+    shown = [_show(node, found.tiers, context, id_of) for node in found.nodes]
+    return {"nodes": shown, "next_cursor": cursor + limit if len(shown) == limit else None}
 
 
-def _show(node: dict[str, Any], context: Context, id_of: Callable[[int], int]) -> dict[str, Any]:
+def _show(
+    node: NodeView, tiers: Mapping[int, list[str]] | None, context: Context, id_of: Callable[[int], int]
+) -> JsonObject:
     """A node with its tenant's name instead of its namespace (a digest and a salt)."""
-    tenant = context.tenant_name(Namespace(*node.pop("namespace")).tenant)
-    tokens = preview_tokens(node.pop("preview"))
-    above = None if node["parent"] is None else id_of(node["parent"])
-    shown = {**node, "id": id_of(node["id"]), "parent": above, "tenant": tenant}
-    return {**shown, "preview": context.engine.tokenizer.decode(tokens, skip_special_tokens=False)} if tokens else shown
+    shown: JsonObject = dataclasses.asdict(node) | {
+        "id": id_of(node.id),
+        "tenant": context.tenant_name(node.namespace.tenant),
+    }
+    shown["parent"] = None if node.parent is None else id_of(node.parent)
+    del shown["namespace"], shown["preview"]
+    if tiers is not None:
+        shown["tiers"] = tiers[node.id]
+    if tokens := preview_tokens(node.preview):
+        shown["preview"] = context.engine.tokenizer.decode(tokens, skip_special_tokens=False)
+    return shown
 
 
 def preview_tokens(run: bytes, first: int = 0) -> list[int]:

@@ -2,14 +2,15 @@
 
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from runtime.calls import FlushCache, GetState, Pause
+from runtime.calls import FlushCache, GetState, Pause, State
 from runtime.errors import InvalidRequest
+from server.http.answers import JsonObject
 from server.http.context import Ctx, provided
 from server.http.wire import Body, Rid, example
 from server.telemetry.metrics import Metrics
@@ -27,19 +28,19 @@ class AbortRequest(Body):
 
 
 @router.post("/pause")
-async def pause(context: Ctx) -> dict[str, Any]:
+async def pause(context: Ctx) -> JsonObject:
     """Stop computing until `/resume`: running requests stand still, new ones wait."""
-    return await context.engine.call(Pause(True))
+    return {"paused": await context.engine.call(Pause(True))}
 
 
 @router.post("/resume")
-async def resume(context: Ctx) -> dict[str, Any]:
+async def resume(context: Ctx) -> JsonObject:
     """Continue after `/pause`."""
-    return await context.engine.call(Pause(False))
+    return {"paused": await context.engine.call(Pause(False))}
 
 
 @router.post("/shutdown", status_code=202)
-async def shutdown(context: Ctx) -> dict[str, Any]:
+async def shutdown(context: Ctx) -> JsonObject:
     """Shut down as on SIGTERM: new requests are refused, running requests get `--drain-time` to end."""
     context.shutdown.set()
     return {"success": True}
@@ -47,7 +48,7 @@ async def shutdown(context: Ctx) -> dict[str, Any]:
 
 @router.get("/server_info")
 @router.get("/get_server_info", include_in_schema=False)
-async def server_info(context: Ctx) -> dict[str, Any]:
+async def server_info(context: Ctx) -> JsonObject:
     """Version, configuration, model, and the engine's counters and gauges; SGLang's fields for routers."""
     info, options = context.engine.info, context.config
     return {
@@ -64,15 +65,15 @@ async def server_info(context: Ctx) -> dict[str, Any]:
         "version": version("ramet"),
         "model_info": msgspec.to_builtins(info),
         "config": context.config.model_dump(mode="json"),
-        "state": await context.engine.call(GetState()),
+        "state": (await context.engine.call(GetState())).flat(),
     }
 
 
 @router.get("/v1/loads")
-async def loads(context: Ctx, metrics: Measured) -> dict[str, Any]:
+async def loads(context: Ctx, metrics: Measured) -> JsonObject:
     """The load of the server, in SGLang's form for routers."""
     state = await context.engine.call(GetState())
-    used, page_size = state["pages_private"] + state["pages_locked"], context.engine.info.page_size
+    used, page_size = _used_pages(state), context.engine.info.page_size
     running, waiting, speed = state["running"], state["waiting"], metrics.now()["tokens_per_s"]
     shares = {"token_usage": used / state["pages_total"], "utilization": running / context.engine.info.max_running}
     hit_rate = state["cached_tokens"] / (state["queried_tokens"] or 1)
@@ -99,22 +100,26 @@ async def loads(context: Ctx, metrics: Measured) -> dict[str, Any]:
 
 
 @router.get("/get_load", include_in_schema=False)
-async def get_load(context: Ctx, metrics: Measured) -> list[dict[str, Any]]:
+async def get_load(context: Ctx) -> list[JsonObject]:
     """The load of the server, in the form of older SGLang."""
-    (load,) = (await loads(context, metrics))["loads"]
-    waiting = load["num_waiting_reqs"]
-    counts = {"num_reqs": load["num_running_reqs"] + waiting, "num_waiting_reqs": waiting}
-    return [{"dp_rank": 0, **counts, "num_tokens": load["num_used_tokens"]}]
+    state = await context.engine.call(GetState())
+    counts = {"num_reqs": state["running"] + state["waiting"], "num_waiting_reqs": state["waiting"]}
+    return [{"dp_rank": 0, **counts, "num_tokens": _used_pages(state) * context.engine.info.page_size}]
+
+
+def _used_pages(state: State) -> int | float:
+    """Pages of live requests."""
+    return state["pages_private"] + state["pages_locked"]
 
 
 @router.post("/flush_cache")
-async def flush_cache(context: Ctx, pins: bool = False, tiers: bool = False) -> dict[str, Any]:
+async def flush_cache(context: Ctx, pins: bool = False, tiers: bool = False) -> JsonObject:
     """Drop all cached pages that no live request uses. `?pins=true` also drops pinned pages, `?tiers=true` tiers."""
-    return {"success": True, **await context.engine.call(FlushCache(pins, tiers))}
+    return {"success": True, **msgspec.to_builtins(await context.engine.call(FlushCache(pins, tiers)))}
 
 
 @router.post("/abort_request")
-async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
+async def abort_request(context: Ctx, body: AbortRequest) -> JsonObject:
     """Abort one request by its id, or all requests. `success` is false for an unknown id, which is no error."""
     if (body.rid is None) == (not body.abort_all):
         raise InvalidRequest("either rid or abort_all must be given", param="rid")
@@ -126,6 +131,6 @@ async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
 async def show_metrics(context: Ctx, metrics: Measured, request: Request) -> Response:
     """Prometheus exposition text."""
     state = await context.engine.call(GetState())
-    state["connections"] = len(getattr(request.state, "connections", ()))
-    text = metrics.render(state, {each.name: each.digest for each in context.engine.adapters})
+    connections = len(getattr(request.state, "connections", ()))
+    text = metrics.render(state, connections, {each.name: each.digest for each in context.engine.adapters})
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

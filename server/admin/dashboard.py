@@ -3,24 +3,27 @@
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
+from msgspec.structs import asdict, replace
 
-from radix import Namespace
+from radix import Eviction
+from radix.views import Block
 from runtime.calls import GetOutline, GetRequests, GetState
 from runtime.errors import Overloaded, RametError
 from server.admin.cache import pins_of, preview_tokens, quota_of
 from server.admin.history import EVERY_S, MOST, sample
 from server.admin.node_ids import ids_for
 from server.auth.keys import EVERYONE, CurrentTenant, EveryKey, Tenant
+from server.http.answers import JsonObject
 from server.http.context import Context, find
 from server.http.sse import EventStream
 from server.telemetry.journal import Journal
@@ -85,9 +88,9 @@ class _View:
         self.tenant = tenant
         self.viewers = 0
         self.lock = asyncio.Lock()
-        self.figures: dict[str, Any] = {}
+        self.figures: JsonObject = {}
         self.figures_s = float("-inf")
-        self.tree: dict[str, Any] = {}
+        self.tree: JsonObject = {}
         self.version = 0
         self.walk_after_s = float("-inf")
 
@@ -105,7 +108,7 @@ class Feed:
         self.context = context
         self._metrics = metrics
         self._journal = journal
-        self.history: deque[dict[str, Any]] = deque(maxlen=MOST)
+        self.history: deque[JsonObject] = deque(maxlen=MOST)
         self._views: dict[str, _View] = {}
         self._closing = asyncio.Event()
         self._walking = asyncio.Lock()
@@ -148,7 +151,7 @@ class Feed:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
 
-    async def follow(self, asker: Tenant) -> AsyncGenerator[dict[str, Any], None]:
+    async def follow(self, asker: Tenant) -> AsyncGenerator[JsonObject, None]:
         """Events for one viewer, until it leaves, the server stops or the engine dies."""
         view = self._views["" if asker.admin else asker.name]
         yield {"model": self._model(), "asker": {"name": asker.name, "admin": asker.admin}}
@@ -163,21 +166,23 @@ class Feed:
                 yield {"tree": view.tree}
             await self._pause(1.0)
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self) -> JsonObject:
         info = self.context.engine.info
         return {"name": info.name, "dtype": info.dtype, "device": info.device, "page_size": info.page_size,
                 "pool_tokens": info.pool_tokens, "context_length": info.context_length,
                 "architecture": info.architecture, "attention_backend": info.attention_backend,
                 "eviction_policy": self.context.config.cache.eviction_policy}  # fmt: skip
 
-    async def _fresh_figures(self, view: _View) -> dict[str, Any]:
+    async def _fresh_figures(self, view: _View) -> JsonObject:
         async with view.lock:
             if time.monotonic() - view.figures_s >= 0.9:
                 engine, context = self.context.engine, self.context
-                live = context.with_names((await engine.call(GetRequests(_MOST_REQUESTS, view.account)))["requests"])
-                for request in live:
-                    request["rid"] = request["rid"].rpartition("/")[0]  # drop the engine's choice and serial number
-                figures = {"requests": live, "finished": context.with_names(self._journal.last(view.account))}
+                live = await engine.call(GetRequests(_MOST_REQUESTS, view.account))
+                figures: JsonObject = {
+                    # Without the engine's choice and serial number.
+                    "requests": [replace(context.named(one), rid=one.rid.rpartition("/")[0]) for one in live],
+                    "finished": [context.named(one) for one in self._journal.last(view.account)],
+                }
                 if view.tenant is None:
                     view.figures = {**sample(await engine.call(GetState()), context, self._metrics), **figures}
                 else:
@@ -197,32 +202,36 @@ class Feed:
             outline = await engine.call(GetOutline(_MOST_BLOCKS, preview, view.account))
             end = time.monotonic()
             view.walk_after_s = end + max(_REST * (end - begin), 2.0)
-        pins = await pins_of(self.context)
+        all_pins = await pins_of(self.context)
+        pins: JsonObject = asdict(all_pins)
         if tenant is not None:
-            pins = {"pins": [pin for pin in pins["pins"] if pin["tenant"] == tenant.name]}
+            pins = {"pins": [pin for pin in all_pins.pins if pin.tenant == tenant.name]}
         ids = ids_for(tenant or EVERYONE)
         tree = {
-            "blocks": [self._show(block, ids) for block in outline["blocks"]],
-            "evictions": [self._named(eviction) for eviction in outline["evictions"]],
+            "blocks": [self._show(block, outline.tiers, ids) for block in outline.blocks],
+            "evictions": [self._named(eviction) for eviction in outline.evictions],
             **pins,
         }
         if tree != view.tree:
             view.tree, view.version = tree, view.version + 1
 
-    def _show(self, block: dict[str, Any], id_of: Callable[[int], int]) -> dict[str, Any]:
-        tokens = preview_tokens(block.pop("preview"))
-        text = self._decode(tuple(tokens)) if tokens else ""
+    def _show(self, block: Block, tiers: Mapping[int, list[str]] | None, id_of: Callable[[int], int]) -> JsonObject:
+        tokens = preview_tokens(block.preview)
+        shown = self._named(block)
         # Whole seconds suffice for the colour; fractions would make every tree differ.
-        times = {name: round(block[name]) for name in ("idle_s", "held_s")}
-        (page, start), own = block["end"], id_of(block["id"])
-        return self._named(block) | times | {"preview": text, "id": own, "end": (id_of(page), start)}
+        shown |= {"idle_s": round(block.idle_s), "held_s": round(block.held_s)}
+        shown |= {"id": id_of(block.id), "end": (id_of(block.end[0]), block.end[1])}
+        shown["preview"] = self._decode(tuple(tokens)) if tokens else ""
+        if tiers is not None:
+            shown["tiers"] = tiers[block.id]
+        return shown
 
-    def _named(self, shown: dict[str, Any]) -> dict[str, Any]:
-        """Replace `namespace` by the tenant's name, the salt and the kind of entry."""
-        space = Namespace(*shown["namespace"])
-        named = {key: value for key, value in shown.items() if key != "namespace"}
+    def _named(self, one: Block | Eviction) -> JsonObject:
+        """With the tenant's name, the salt and the kind of entry in place of `namespace`."""
+        shown, space = dataclasses.asdict(one), one.namespace
+        del shown["namespace"]
         kind = space.entry.partition(":")[0]
-        return {**named, "tenant": self.context.tenant_name(space.tenant), "salt": space.salt, "kind": kind}
+        return {**shown, "tenant": self.context.tenant_name(space.tenant), "salt": space.salt, "kind": kind}
 
     @lru_cache(4 * _MOST_BLOCKS)  # noqa: B019 (one feed lives as long as its server)
     def _decode(self, tokens: tuple[int, ...]) -> str:

@@ -4,16 +4,19 @@ from array import array
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from fastapi import Request, Response
+from msgspec.structs import asdict
 from pydantic import Field
 
+from runtime.calls import TreeRun
 from runtime.models.tokenizer import Tokenizer
 from server.admin.cache import preview_tokens
 from server.admin.node_ids import ids_for
 from server.auth.keys import CurrentTenant, EveryKey
-from server.http.context import Ctx
+from server.http.answers import JsonObject
+from server.http.context import Context, Ctx
 from server.http.sse import unless_gone
 from server.http.wire import Body, CacheSalt, Text, example
 
@@ -48,36 +51,43 @@ async def search(context: Ctx, asker: CurrentTenant, body: SearchRequest, reques
     # Users of one key see each other's text only if they share a salt.
     salt = body.cache_salt if asker.admin else body.cache_salt or ""
 
-    async def work() -> dict[str, Any]:
+    async def work() -> JsonObject:
         finder = _Finder(body.text, body.limit, context.engine.tokenizer)
         async with aclosing(context.engine.runs(account, salt)) as walk:
             async for runs in walk:
                 await context.engine.in_turn(asker.account, len(body.text), partial(finder.look, runs))
                 if finder.done:
                     break
-        nodes = context.with_names(_with_ids(finder.found, ids_for(asker)))
+        id_of = ids_for(asker)
+        nodes = [node.show(context, id_of) for node in finder.found]
         return {"nodes": nodes, "searched_tokens": finder.tokens, "complete": not finder.done}
 
     return await unless_gone(request, work())
 
 
-def _with_ids(nodes: list[dict[str, Any]], id_of: Callable[[int], int]) -> list[dict[str, Any]]:
-    return [
-        {
-            **node,
-            "id": id_of(node["id"]),
-            "above": [id_of(page) for page in node["above"]],
-            "parent": None if node["parent"] is None else id_of(node["parent"]),
-        }
-        for node in nodes
-    ]
+class _Found(NamedTuple):
+    """A node in which an occurrence ends; `above`: the ids of the nodes above it, topmost first."""
+
+    run: TreeRun
+    tokens: int
+    above: list[int]
+    text: str
+
+    def show(self, context: Context, id_of: Callable[[int], int]) -> JsonObject:
+        """The node in an answer, with the ids that the asker may see."""
+        shown = asdict(context.named(self.run))
+        del shown["key"]
+        shown["id"] = id_of(self.run.id)
+        shown["parent"] = None if self.run.parent is None else id_of(self.run.parent)
+        above = [id_of(page) for page in self.above]
+        return {**shown, "tokens": self.tokens, "above": above, "text": self.text}
 
 
 class _Finder:
     """Finds a text in nodes, which are passed to `look` with parents before children.
 
     Attributes:
-        found: the matching nodes, as in the answer.
+        found: the matching nodes.
         tokens: tokens read so far.
         done: whether the search stopped early.
     """
@@ -89,30 +99,30 @@ class _Finder:
         self._decode = partial(tokenizer.decode, skip_special_tokens=False)
         self._ends: dict[int, array[int]] = {}
         self._parents: dict[int, int | None] = {}
-        self.found: list[dict[str, Any]] = []
+        self.found: list[_Found] = []
         self.tokens = 0
         self.done = False
 
-    def look(self, runs: list[dict[str, Any]]) -> None:
+    def look(self, runs: list[TreeRun]) -> None:
         """Read a slice of nodes."""
         for run in runs:
             self.done = len(self.found) == self._limit or self.tokens >= _MOST_TOKENS
             if self.done:
                 return
-            self._parents[run["id"]] = run["parent"]
-            self._read(run, preview_tokens(run.pop("key")))
+            self._parents[run.id] = run.parent
+            self._read(run, preview_tokens(run.key))
 
-    def _read(self, run: dict[str, Any], tokens: list[int]) -> None:
+    def _read(self, run: TreeRun, tokens: list[int]) -> None:
         # A match may begin in the nodes above, and their last tokens can change how this node's tokens decode.
-        before = self._ends.get(run["parent"], array("i"))
+        before = self._ends.get(-1 if run.parent is None else run.parent, array("i"))
         path = before + array("i", tokens)
-        self._ends[run["id"]] = path[-self._overlap :]
+        self._ends[run.id] = path[-self._overlap :]
         self.tokens += len(tokens)
         text, head = self._decode(list(path)), self._decode(list(before))
         at = text.lower().find(self._text, max(0, len(head) - len(self._text) + 1))
         if at >= 0:
             shown = text[max(at - _AROUND, 0) : at + len(self._text) + _AROUND]
-            self.found.append({**run, "tokens": len(tokens), "above": self._above(run["parent"]), "text": shown})
+            self.found.append(_Found(run, len(tokens), self._above(run.parent), shown))
 
     def _above(self, page: int | None) -> list[int]:
         """The ids of a node and its ancestors, topmost first."""

@@ -1,7 +1,6 @@
 """Finds where two rendered prompts begin to differ, and the text on both sides."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from radix.node import TOKEN_BYTES, common_tokens
 from runtime.models.tokenizer import Tokenizer
@@ -29,7 +28,7 @@ class Parting:
     here: str
     there: str | None
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         part = {"part": self.part.kind} | ({} if self.part.index is None else {"index": self.part.index})
         text = {"before": self.before, "here": self.here, "there": self.there}
         return {"token": self.token, **part, "offset": self.offset, **text}

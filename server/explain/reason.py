@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from server.explain.compare import Parting
@@ -56,7 +56,7 @@ class Explanation:
     parting: Parting | None = None
     replayed: int = 0
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """The field `explain` of an answer."""
         return {
             "reason": self.reason,
@@ -69,7 +69,7 @@ class Explanation:
             "parting": None if self.parting is None else self.parting.describe(),
         }
 
-    def openai(self) -> dict[str, Any]:
+    def openai(self) -> dict[str, object]:
         """OpenAI's `prompt_cache_diagnostics`, which knows no reason for evicted KV."""
         if self.reason in _HITS:
             return {"type": "cache_hit"}
@@ -80,7 +80,7 @@ class Explanation:
         miss = {"type": "cache_miss", "reason": _OPENAI[self.reason], "cache_missed_tokens": self.prompt - self.cached}
         return miss | ({} if self.parting is None else {"comparison_reusable_tokens": self.parting.token})
 
-    def anthropic(self) -> dict[str, Any] | None:
+    def anthropic(self) -> dict[str, object] | None:
         """Anthropic's `diagnostics`; None for a hit."""
         if self.reason in _HITS:
             return None

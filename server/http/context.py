@@ -1,14 +1,15 @@
 """The objects that routes get through FastAPI's `Depends`: engine, configuration, stores and others."""
 
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
+from msgspec.structs import replace
 
+from runtime.calls import Owned
 from runtime.config import Config
 from runtime.frontend.adapters import Adapter
 from runtime.frontend.async_engine import AsyncEngine
@@ -18,6 +19,7 @@ from server.errors import Forbidden, NotFound
 from server.http.shutdown import ShutdownFlag
 
 T = TypeVar("T")
+Entry = TypeVar("Entry", bound=Owned)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -68,9 +70,9 @@ class Context:
             return account
         return next((tenant.name for tenant in self.tenants if tenant.account == account), "")
 
-    def with_names(self, entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Entries whose field `tenant` has the tenant's name instead of its account."""
-        return [{**entry, "tenant": self.tenant_name(entry["tenant"])} for entry in entries]
+    def named(self, entry: Entry) -> Entry:
+        """An entry with the tenant's name in place of its account."""
+        return replace(entry, tenant=self.tenant_name(entry.tenant))
 
     def tenant(self, name: str) -> Tenant:
         """The tenant with this name. Raises NotFound."""

@@ -74,8 +74,8 @@ class ChoicesWriter(Writer):
         written = self._of_prompts.setdefault(output.index, JsonList())
         for item in output.prompt_logprobs:
             ranks = {token: (rank, value) for rank, (token, value) in enumerate(item.top, 1)}
-            shown = [item.token, *(token for token, _ in item.top[: self._most_of_prompt])]
-            found = {token: ranks.get(token, (None, item.logprob)) for token in shown}
+            top = [token for token, _ in item.top[: self._most_of_prompt]]
+            found = {token: ranks.get(token, (None, item.logprob)) for token in (item.token, *top)}
             entries = {str(token): self._entry(token, *found[token]) for token in found}
             written.append(None if item.logprob is None else entries)
 

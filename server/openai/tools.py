@@ -50,7 +50,8 @@ def _custom_tool(given: Any) -> Any:
         description = f"{description or ''}\n{form}"
     parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
     function = {"name": name, "description": description, "parameters": parameters}
-    return {**{key: given[key] for key in given if key != "custom"}, "function": function}
+    others = {key: given[key] for key in given if key != "custom"}
+    return others | {"function": function}
 
 
 class Tool(Body):

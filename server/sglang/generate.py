@@ -121,7 +121,8 @@ def submissions_of(
     rids = _for_each(body.rid, len(prompts), "rid")
     plain = {id(params): params.plain() for params in sampling}  # prompts with the same parameters share them
     names = ("return_logprob", "top_logprobs_num", "logprob_start_len")
-    reports = zip(*(_for_each(getattr(body, name), len(prompts), name) for name in names), strict=True)
+    each = [_for_each(getattr(body, name), len(prompts), name) for name in names]
+    reports = zip(*each, strict=True)
     submissions = [
         body.submission(
             prompt,

@@ -12,8 +12,9 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from secrets import token_bytes, token_hex
-from typing import IO, Any
+from typing import IO
 
+from runtime.calls import Owned
 from runtime.errors import RametError
 from runtime.frontend.output import Encoded, Output, Submission
 from server.auth.keys import Tenant
@@ -32,17 +33,32 @@ class BadTrace(RametError):
     """The trace file cannot be written."""
 
 
+class Ended(Owned, frozen=True, kw_only=True, omit_defaults=True):
+    """A completion that has ended; `at_s`: seconds since the epoch."""
+
+    rid: str
+    at_s: float
+    e2e_s: float
+    finish: str
+    error: str | None = None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_s: float
+    prefill_s: float
+
+
 class Journal:
     """The latest completions of every tenant. Ended requests also go to the trace, if there is one."""
 
     def __init__(self, trace: Trace | None = None):
-        self._last: dict[str, deque[dict[str, Any]]] = {}
+        self._last: dict[str, deque[Ended]] = {}
         self._trace = trace
 
     def add(self, submission: Encoded, output: Output) -> None:
         """Record a completion by its last Output."""
         assert output.finish is not None
-        self._note(submission, output, output.e2e_s, finish=str(output.finish.type))
+        self._note(submission, output, output.e2e_s, output.finish.type)
         if self._trace is not None and not output.choice:
             self._trace.add(submission, output)
 
@@ -50,18 +66,26 @@ class Journal:
         self, submission: Submission, output: Output | None, seconds: float, error: RametError | None
     ) -> None:
         """Record a completion that failed, with its latest Output; `error` None: the client disconnected."""
-        end = {"finish": "client left"} if error is None else {"finish": error.type, "error": error.message[:_CLIP]}
-        self._note(submission, output, seconds, **end)
+        finish, message = ("client left", None) if error is None else (error.type, error.message[:_CLIP])
+        self._note(submission, output, seconds, finish, message)
 
-    def _note(self, submission: Submission, output: Output | None, seconds: float, **end: str) -> None:
-        entry = {"rid": submission.rid, "at_s": round(time.time(), 3), "e2e_s": round(seconds, 4), **end}
-        if output is None:
-            prompt = len(submission.tokens) // _TOKEN_BYTES if isinstance(submission, Encoded) else 0
-            entry |= {"prompt_tokens": prompt, "cached_tokens": 0, "output_tokens": 0, "queue_s": 0, "prefill_s": 0}
-        else:
-            entry |= {"prompt_tokens": output.prompt_tokens, "cached_tokens": output.cached_tokens}
-            entry |= {"output_tokens": output.completion_tokens}
-            entry |= {"queue_s": round(output.queue_s, 4), "prefill_s": round(output.prefill_s, 4)}
+    def _note(
+        self, submission: Submission, output: Output | None, seconds: float, finish: str, error: str | None = None
+    ) -> None:
+        prompt = len(submission.tokens) // _TOKEN_BYTES if isinstance(submission, Encoded) else 0
+        entry = Ended(
+            tenant=submission.account,
+            rid=submission.rid,
+            at_s=round(time.time(), 3),
+            e2e_s=round(seconds, 4),
+            finish=finish,
+            error=error,
+            prompt_tokens=prompt if output is None else output.prompt_tokens,
+            cached_tokens=0 if output is None else output.cached_tokens,
+            output_tokens=0 if output is None else output.completion_tokens,
+            queue_s=0 if output is None else round(output.queue_s, 4),
+            prefill_s=0 if output is None else round(output.prefill_s, 4),
+        )
         self._last.setdefault(submission.account, deque(maxlen=_MOST)).append(entry)
 
     def erase(self, account: str) -> None:
@@ -70,11 +94,10 @@ class Journal:
         if self._trace is not None:
             self._trace.erase(account)
 
-    def last(self, account: str | None) -> list[dict[str, Any]]:
+    def last(self, account: str | None) -> list[Ended]:
         """The latest completions of a tenant (None: of all tenants), latest first; `tenant` is the account."""
-        kept = ((name, entry) for name, entries in self._last.items() for entry in entries if account in (None, name))
-        found = [{"tenant": name, **entry} for name, entry in kept]
-        return sorted(found, key=lambda entry: entry["at_s"], reverse=True)[:_MOST]
+        found = [entry for name, entries in self._last.items() for entry in entries if account in (None, name)]
+        return sorted(found, key=lambda entry: entry.at_s, reverse=True)[:_MOST]
 
 
 def open_trace(path: Path | None, tenants: list[Tenant]) -> Trace | None:

@@ -1,15 +1,15 @@
 """Prometheus metrics. SGLang's and vLLM's names are used if they have the metric."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
 from radix.stats import Histogram
+from runtime.calls import State
 from runtime.features.registry import FEATURES
 from runtime.frontend.output import Output
 from server.telemetry.rates import Recent
@@ -106,7 +106,7 @@ class Metrics:
         self._labels = {"model_name": model}
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._state: dict[str, Any] = {}
+        self._state = State()
         self._generated = Recent(window_s=10)
         self._ttfts = Recent(window_s=30)
         self._registry.register(self)
@@ -152,17 +152,19 @@ class Metrics:
             "ttft_p95_s": self._ttfts.percentile(95),
         }
 
-    def render(self, state: dict[str, Any], adapters: Mapping[str, str]) -> bytes:
-        """The exposition text; `state`: the engine's state and `connections`; `adapters`: digests by name."""
+    def render(self, state: State, connections: int, adapters: Mapping[str, str]) -> bytes:
+        """The exposition text; `state`: the engine's, to which figures are added; `adapters`: digests by name."""
         queried, used = state["queried_tokens"], state["pages_private"] + state["pages_locked"]
-        self._state = {
-            **state,
-            **{key: vars(histogram) for key, histogram in self._observed.items()},
+        state.figures |= {
+            "connections": connections,
             "usage": used / state["pages_total"],
             "throughput": self._generated.per_second(),
             "hit_rate": state["cached_tokens"] / queried if queried else 0.0,
-            "requests_by_adapter": {n: state["requests_by_adapter"].get(digest, 0) for n, digest in adapters.items()},
         }
+        state.histograms |= self._observed
+        by_digest = state.labelled["requests_by_adapter"]
+        state.labelled["requests_by_adapter"] = {name: by_digest.get(digest, 0) for name, digest in adapters.items()}
+        self._state = state
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -170,29 +172,39 @@ class Metrics:
         for table, family in ((_COUNTERS, CounterMetricFamily), (_GAUGES, GaugeMetricFamily)):
             for key, (names, text) in table.items():
                 for name in names.split():
-                    yield self._metric(family, name, text, {(): self._state.get(key, 0)})
+                    yield self._metric(family, name, text, {(): self._state.figures.get(key, 0)})
         for key, (names, text) in _HISTOGRAMS.items():
-            yield from (self._histogram(name, text, **self._state[key]) for name in names.split())
+            yield from (self._histogram(name, text, self._state.histograms[key]) for name in names.split())
         yield from self._labelled(self._state)
 
-    def _labelled(self, state: dict[str, Any]) -> Iterator[Metric]:
+    def _labelled(self, state: State) -> Iterator[Metric]:
         """Metrics with further labels. Without tiers, the metrics of tiers have no samples."""
-        tiers = state.get("tiers", {})
+        tiers, labelled = state.tiers, state.labelled
         events = {
-            (tier, event): count
-            for tier, stats in tiers.items()
-            for event, count in {**dict.fromkeys(_TIER_EVENTS, 0), **stats["counts"]}.items()
+            (name, event): count
+            for name, tier in tiers.items()
+            for event, count in {**dict.fromkeys(_TIER_EVENTS, 0), **tier.counts}.items()
         }
         waiting = {"capacity": state["waiting"] - state["blocked"], "deferred": state["blocked"]}
         counters = (
-            ("ramet:evicted_tokens", "Tokens evicted from the cache", state["evicted_tokens_by_cause"], "cause"),
-            ("ramet:adapter_requests", "Requests of an adapter", state["requests_by_adapter"], "adapter"),
-            ("ramet:tier_loaded_tokens", "Tokens loaded from a tier", state.get("loaded_tokens_by_tier", {}), "tier"),
+            ("ramet:evicted_tokens", "Tokens evicted from the cache", labelled["evicted_tokens_by_cause"], "cause"),
+            ("ramet:adapter_requests", "Requests of an adapter", labelled["requests_by_adapter"], "adapter"),
+            (
+                "ramet:tier_loaded_tokens",
+                "Tokens loaded from a tier",
+                labelled.get("loaded_tokens_by_tier", {}),
+                "tier",
+            ),
             ("ramet:tier_blocks", "Blocks of a tier, by event", events, "tier", "event"),
         )
         gauges = (
-            ("ramet:tier_stored_bytes", "Bytes in a tier", {tier: tiers[tier]["bytes"] for tier in tiers}, "tier"),
-            ("ramet:tier_open", "0 for a failed tier, else 1", {tier: tiers[tier]["open"] for tier in tiers}, "tier"),
+            ("ramet:tier_stored_bytes", "Bytes in a tier", {name: tier.bytes for name, tier in tiers.items()}, "tier"),
+            (
+                "ramet:tier_open",
+                "0 for a failed tier, else 1",
+                {name: tier.open for name, tier in tiers.items()},
+                "tier",
+            ),
             ("vllm:num_requests_waiting_by_reason", "Waiting requests by reason", waiting, "reason"),
         )
         for family, rows in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):
@@ -204,7 +216,7 @@ class Metrics:
         family: type[CounterMetricFamily | GaugeMetricFamily],
         name: str,
         text: str,
-        values: Mapping[Any, float],
+        values: Mapping[str, float] | Mapping[tuple[()], float] | Mapping[tuple[str, str], float],
         *labels: str,
     ) -> Metric:
         """A metric with the model's name and further labels; `values`: by label value, or by tuple of label values."""
@@ -214,8 +226,8 @@ class Metrics:
             metric.add_metric([*self._labels.values(), *several], value)
         return metric
 
-    def _histogram(self, name: str, text: str, bounds: Sequence[float], counts: list[int], total: float) -> Metric:
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(name, text, labels=list(self._labels))
-        buckets = zip(map(floatToGoString, [*bounds, math.inf]), accumulate(counts), strict=True)
-        family.add_metric(list(self._labels.values()), list(buckets), total)
+        buckets = zip(map(floatToGoString, [*histogram.bounds, math.inf]), accumulate(histogram.counts), strict=True)
+        family.add_metric(list(self._labels.values()), list(buckets), histogram.total)
         return family

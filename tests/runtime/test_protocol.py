@@ -1,9 +1,12 @@
 """Messages between a front end and the engine."""
 
+from typing import get_args
+
 import pytest
 
 from radix import Namespace
 from runtime.asks import ReasoningAsk, ReasoningReport
+from runtime.calls import AnyCall, EngineCall, OnNode
 from runtime.features.chunks.ask import ChunksAsk, DocumentsReport, ExactDocumentsReport, ModuleAsk, ModulesReport
 from runtime.features.diffusion.ask import (
     BidirectionalParams,
@@ -121,3 +124,8 @@ def test_a_completion_s_own_limits_replace_those_of_its_body():
         temperature=0.5, lazy=LAZY, regex="a+", max_new_tokens=9, min_new_tokens=2, seed=5
     )
     assert (type(first.sampling), other.sampling.seed, other.bad_words) == (SamplingParams, 6, [[1, 2]])
+
+
+def test_the_engine_reads_every_call():
+    """One that the union lacks would end the engine, which could not decode it."""
+    assert {*get_args(AnyCall)} == {*EngineCall.__subclasses__(), *OnNode.__subclasses__()} - {OnNode}

@@ -146,7 +146,7 @@ class _Steps(ClockedDrive):
             self.clock(library, "decoder_forward", "kernels")
             for name in ("argmax", "choose", "measure"):
                 self.clock(library, name, "choosing")
-        self._adapters = [answer(core, LoadAdapter(str(path)))["digest"] for path in adapters]
+        self._adapters = [answer(core, LoadAdapter(str(path))).digest for path in adapters]
         self._prefixes: dict[int, Any] = {}
 
     def decode(self, shared: int, choice: str, batch: int, adapters: int, steps: int) -> dict[str, Any]:

@@ -79,27 +79,25 @@ def draw_tree(scene: Scene) -> Picture:
     """The tree after two chats with one system prompt."""
     for question in QUESTIONS:
         scene.run(scene.chat(SYSTEM, question))
-    blocks = answer(scene.drive.core, GetOutline(50, 64))["blocks"]
+    blocks = answer(scene.drive.core, GetOutline(50, 64)).blocks
     picture, places = Picture("The tree after two prompts"), dict[int, tuple[float, float, float]]()
     ends = dict[int, float]()
     for number, block in enumerate(blocks):
-        if block["parent"] is None:
+        if block.parent is None:
             places[number] = (0.0, 0.0, float(_WIDTH))
             continue
-        x, y, width = places[block["parent"]]
-        above = blocks[block["parent"]]
-        wide = (
-            width * block["total"] / (above["total"] - above["tokens"] if above["parent"] is None else above["total"])
-        )
-        x = ends.get(block["parent"], x)
-        ends[block["parent"]] = x + wide
-        places[number] = (x, y + (0 if above["parent"] is None else 92), wide)
-        picture.box(x + 1, places[number][1], wide - 2, 88, _KEPT if block["hits"] else _NEW, _EDGE)
-        tokens = array("i", block["preview"] if isinstance(block["preview"], bytes) else b"").tolist()
+        x, y, width = places[block.parent]
+        above = blocks[block.parent]
+        wide = width * block.total / (above.total - above.tokens if above.parent is None else above.total)
+        x = ends.get(block.parent, x)
+        ends[block.parent] = x + wide
+        places[number] = (x, y + (0 if above.parent is None else 92), wide)
+        picture.box(x + 1, places[number][1], wide - 2, 88, _KEPT if block.hits else _NEW, _EDGE)
+        tokens = array("i", block.preview).tolist()
         label = scene.tokenizer.decode(tokens, skip_special_tokens=False).replace("\n", " ")
         for i, line in enumerate(textwrap.wrap(label, max(int(wide / 7), 4))[:4]):
             picture.text(x + 7, places[number][1] + _LINE * (i + 1), line)
-        told = f"{block['tokens']} tokens, {block['hits']} hit{'' if block['hits'] == 1 else 's'}"
+        told = f"{block.tokens} tokens, {block.hits} hit{'' if block.hits == 1 else 's'}"
         picture.text(x + 7, places[number][1] + 82, told, _SOFT, 11)
     return picture
 

@@ -3,10 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from runtime.calls import Call, LoadAdapter, UnloadAdapter
-from runtime.engine.part import Answer, Handler, Part
+from runtime.calls import Answers, LoadAdapter, LoadedAdapter, State, UnloadAdapter
+from runtime.engine.part import Part
 from runtime.errors import InvalidRequest, ModelError
 from runtime.execution.device import is_out_of_memory
 from runtime.execution.executor import Executor
@@ -30,13 +29,13 @@ class EngineAdapters(Part):
         self._leaving: set[str] = set()
         self.requests: Counter[str] = Counter()
 
-    def answers(self) -> Mapping[type[Call], Handler]:
-        return {LoadAdapter: self.load, UnloadAdapter: self.unload}
+    def answers(self) -> Answers:
+        return LoadAdapter.by(self.load), UnloadAdapter.by(self.unload)
 
-    def state(self) -> Mapping[str, Any]:
-        return {"requests_by_adapter": dict(self.requests)}
+    def report(self, state: State) -> None:
+        state.labelled["requests_by_adapter"] = dict(self.requests)
 
-    def load(self, call: LoadAdapter) -> Answer:
+    def load(self, call: LoadAdapter) -> LoadedAdapter:
         """Load an adapter. Raises InvalidRequest if it cannot be served."""
         from runtime.models.adapters.lora import read_lora
 
@@ -51,14 +50,14 @@ class EngineAdapters(Part):
             raise InvalidRequest(f"{call.path} does not fit into memory", param="lora_path") from None
         self._leaving.discard(adapter.digest)
         self.requests.setdefault(adapter.digest, 0)
-        return {"digest": adapter.digest, "rank": adapter.rank}
+        return LoadedAdapter(adapter.digest, adapter.rank)
 
-    def unload(self, call: UnloadAdapter) -> Answer:
+    def unload(self, call: UnloadAdapter) -> int:
         """Unload an adapter once its requests have ended."""
         running = self._running(call.digest)
         self._leaving.add(call.digest)
         self._drop_unused()
-        return {"running": running}
+        return running
 
     def added(self, request: Request) -> None:
         """Count a request. Raises InvalidRequest if its adapter was unloaded since it was accepted."""

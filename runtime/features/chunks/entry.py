@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -68,9 +68,9 @@ class EntryMeta:
     kind: str
     name: str
     tokens: int
-    more: dict[str, Any] = field(default_factory=dict)
+    more: Mapping[str, object] = field(default_factory=dict)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         return {**self.more, self.kind: self.name, f"{self.kind}_tokens": self.tokens}
 
 

@@ -183,7 +183,7 @@ class ChunkLease(PrefixLease):
 
     def reads(self) -> list[Run]:
         """The runs of the request's own tokens and of all its entries."""
-        return [*super().reads(), *(entry.run(self._meta(entry)) for entry in self.entries)]
+        return super().reads() + [entry.run(self._meta(entry)) for entry in self.entries]
 
     def _match(self, entry: Entry) -> Match:
         """The pages of an entry that the request reads: all of them, or those before the rows that it encodes."""

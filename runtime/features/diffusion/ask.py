@@ -1,7 +1,7 @@
 """What requests ask of diffusion models, by the kind of the model, and what these report."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NoReturn, Protocol
+from typing import ClassVar, Literal, NoReturn, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -130,7 +130,7 @@ class DenoisingParams(BaseModel):
     )
     stream_canvas: bool = Field(False, description="report all positions at every step, decided or masked")
 
-    def defaults(self, model: Denoised, length: int) -> dict[str, Any]:
+    def defaults(self, model: Denoised, length: int) -> dict[str, object]:
         """Values for absent parameters; `length`: number of positions to denoise."""
         raise NotImplementedError
 
@@ -182,7 +182,7 @@ class BidirectionalParams(MaskParams):
     )
     drift_threshold: float = Field(0.1, gt=0, description="distance over the norm, of keys and values, for `drift`")
 
-    def defaults(self, model: Denoised, length: int) -> dict[str, Any]:
+    def defaults(self, model: Denoised, length: int) -> dict[str, object]:
         algorithm = self.algorithm or model.algorithm
         in_blocks = (self.cache != "none" or algorithm == "low_confidence") and length % _LLADA_BLOCK == 0
         block = _LLADA_BLOCK if in_blocks else length
@@ -217,10 +217,10 @@ class BlockParams(MaskParams):
         None, ge=0, le=1024, description="joint_threshold: most steps on a block without masks (16)"
     )
 
-    def defaults(self, model: Denoised, length: int) -> dict[str, Any]:
+    def defaults(self, model: Denoised, length: int) -> dict[str, object]:
         """With a number of steps, a schedule decides; otherwise the model's threshold does."""
         algorithm, block = self.algorithm or model.algorithm, self.block_length or model.block
-        found: dict[str, Any] = {"algorithm": algorithm, "block_length": block, "steps": block}
+        found: dict[str, object] = {"algorithm": algorithm, "block_length": block, "steps": block}
         if algorithm == "joint_threshold":
             found |= _JOINT
         elif self.steps is None and self.factor is None and algorithm in _BY_PROBABILITY:
@@ -264,7 +264,7 @@ class NoiseParams(DenoisingParams):
         None, ge=0, le=100, description="mean entropy below which a canvas is certain (0.005); 0: all steps are done"
     )
 
-    def defaults(self, model: Denoised, length: int) -> dict[str, Any]:
+    def defaults(self, model: Denoised, length: int) -> dict[str, object]:
         return {**model.defaults, "algorithm": model.algorithm, "block_length": model.block}
 
     def check(self, model: Denoised, sampling: SamplingParams, num_layers: int, prompt_tokens: int) -> None:

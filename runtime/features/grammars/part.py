@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from radix import Namespace
-from runtime.calls import Call, EraseTenant
 from runtime.engine.core import EngineCore
-from runtime.engine.part import Answer, Handler, Part
+from runtime.engine.part import Part
 from runtime.errors import RametError
 from runtime.features.grammars.compiler import GrammarCompiler
 from runtime.models.tokenizer import Tokenizer
@@ -60,12 +59,8 @@ class Grammars(Part):
             self._core.scheduler.wake(rid)
         return failed
 
-    def answers(self) -> Mapping[type[Call], Handler]:
-        return {EraseTenant: self._erase}
-
-    def _erase(self, call: EraseTenant) -> Answer:
-        self.compiler.erase(Namespace(call.tenant))
-        return {}
+    def erase(self, tenant: str) -> None:
+        self.compiler.erase(Namespace(tenant))
 
     def ended(self, request: Request, finish: Finish) -> None:
         if request.sampler.params.constrained:

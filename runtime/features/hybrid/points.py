@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from radix import Namespace, Node, attached_key
 from radix.node import TOKEN_BYTES
@@ -28,7 +28,7 @@ class Point:
     tokens: int
     behind: Behind = ""
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         return {"point": self.tokens, "behind": self.behind}
 
 

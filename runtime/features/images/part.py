@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from runtime.calls import State
 from runtime.engine.part import Part
 from runtime.features.images.ask import ImagesAsk, TileRun
 from runtime.features.images.job import Job, Tile
@@ -163,8 +164,8 @@ class ImagesPart(Part):
     def flush(self) -> None:  # also called when a tenant is erased
         self._states.erase()
 
-    def state(self) -> Mapping[str, Any]:
-        return {"image_requests": self._requests, "image_tiles": self._states.calls}
+    def report(self, state: State) -> None:
+        state.figures |= {"image_requests": self._requests, "image_tiles": self._states.calls}
 
     def close(self) -> None:
         self._turns.close()

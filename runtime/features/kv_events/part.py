@@ -1,11 +1,8 @@
 """KV events in the engine's step."""
 
-from collections.abc import Mapping
-
 from radix.events import EventLog
-from runtime.calls import Call, EraseTenant
 from runtime.engine.core import EngineCore
-from runtime.engine.part import Answer, Handler, Part
+from runtime.engine.part import Part
 from runtime.features.kv_events.publisher import EventPublisher
 
 
@@ -22,12 +19,8 @@ class KVEvents(Part):
             for tier, events in kv_events().items():
                 self.publisher.publish(events, tier)
 
-    def answers(self) -> Mapping[type[Call], Handler]:
-        return {EraseTenant: self._erase}
-
-    def _erase(self, call: EraseTenant) -> Answer:
-        self.publisher.erase(call.tenant)
-        return {}
+    def erase(self, tenant: str) -> None:
+        self.publisher.erase(tenant)
 
     def close(self) -> None:
         self.publisher.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.calls import Call, ComputeNextTurn
+from runtime.calls import Answers, ComputeNextTurn
 from runtime.engine.core import EngineCore
-from runtime.engine.part import Answer, Handler, Part
+from runtime.engine.part import Part
 from runtime.engine.requests import open_request
 from runtime.errors import RametError
 from runtime.params import SamplingParams
@@ -49,13 +49,12 @@ class NextTurns(Part):
         self._core, self._most = core, most_tokens
         self._turns: deque[_Turn] = deque(maxlen=_MOST)
 
-    def answers(self) -> Mapping[type[Call], Handler]:
-        return {ComputeNextTurn: self._take}
+    def answers(self) -> Answers:
+        return [ComputeNextTurn.by(self._take)]
 
-    def _take(self, call: ComputeNextTurn) -> Answer:
+    def _take(self, call: ComputeNextTurn) -> None:
         self._turns.append(_Turn(call))
         self._wait()
-        return {}
 
     def _wait(self) -> None:
         """Be polled in every step while there are turns."""

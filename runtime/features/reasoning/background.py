@@ -5,7 +5,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 log = logging.getLogger("ramet.engine")
 
@@ -13,7 +15,7 @@ log = logging.getLogger("ramet.engine")
 _SHARE, _BURST, _MOST = 0.05, 1.0, 64
 
 
-class Background:
+class Background(Generic[T]):
     """Runs calls in a thread, in order. The engine collects the results with `take`.
 
     Attributes:
@@ -25,10 +27,10 @@ class Background:
         self.seconds = 0.0
         self._executor = executor or ThreadPoolExecutor(1, "ramet-reasoning")
         self._clock = clock
-        self._calls: deque[Future[tuple[Any, float]]] = deque()
+        self._calls: deque[Future[tuple[T, float]]] = deque()
         self._credit, self._at = _BURST, clock()
 
-    def offer(self, call: Callable[[], Any]) -> bool:
+    def offer(self, call: Callable[[], T]) -> bool:
         """Queue a call without waiting; False if the queue is full or the CPU time is used up."""
         now = self._clock()
         self._credit, self._at = min(_BURST, self._credit + _SHARE * (now - self._at)), now
@@ -37,7 +39,7 @@ class Background:
         self._calls.append(self._executor.submit(_timed, call))
         return True
 
-    def take(self) -> Iterator[Any]:
+    def take(self) -> Iterator[T]:
         """The results of finished calls, in order. A failed call is logged and skipped."""
         while self._calls and self._calls[0].done():
             ended = self._calls.popleft()
@@ -55,6 +57,6 @@ class Background:
         wait(self._calls)
 
 
-def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+def _timed(call: Callable[[], T]) -> tuple[T, float]:
     started = time.thread_time()
     return call(), time.thread_time() - started

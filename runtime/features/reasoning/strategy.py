@@ -201,7 +201,7 @@ class ReasonCache(PrefixStrategy[ReasoningAsk]):
         super().__init__(cache, executor.spec.num_layers)
         self._has_all_heads = executor.spec.num_kv_heads == cache.pool.k.shape[2]
         self.filter = CollaborativeFilter(Distances(cache.pool), load_tokenizer, cache.page_size)
-        self.background = Background()
+        self.background = Background[tuple[ReasoningLease, StepHistory, list[Match]]]()
         self.reservoir = Reservoir()
         self.num_saved = 0
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from threading import Lock, get_native_id
-from typing import Any
+from typing import TypeVar
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class Lane:
             with self._lock:
                 self.queued_bytes -= size
 
-    def run(self, task: Callable[[], Any]) -> Future[Any]:
+    def run(self, task: Callable[[], T]) -> Future[T]:
         """Queue a task of any size."""
         return self._threads.submit(task)
 

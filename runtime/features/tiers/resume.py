@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -33,7 +32,7 @@ class NotedPin(msgspec.Struct):
 
     tokens: bytes
     namespace: Namespace
-    meta: dict[str, Any] | None = None
+    meta: dict[str, object] | None = None
     name: str | None = None
     expires: float | None = None
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import BoundedSemaphore, Lock
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from runtime.calls import TierState
 from runtime.features.tiers.block import Block, BlockKey, Buffer
 from runtime.features.tiers.lane import Lane
 from runtime.features.tiers.ledger import Ledger
@@ -187,16 +188,10 @@ class Tier:
         """Whether neither reads nor writes are shut."""
         return self._reads.is_open and self._writes.is_open
 
-    def stats(self) -> dict[str, Any]:
+    def state(self) -> TierState:
         latency_s, s_per_byte = self.rate.now()
-        return {
-            **self.last_usage._asdict(),
-            "queued_bytes": self.lane.queued_bytes,
-            "open": self.is_open,
-            "latency_s": latency_s,
-            "bytes_per_s": 1 / s_per_byte,
-            "counts": dict(self.counts),
-        }
+        queued = self.lane.queued_bytes
+        return TierState(*self.last_usage, queued, self.is_open, latency_s, 1 / s_per_byte, dict(self.counts))
 
     def close(self) -> None:
         try:

@@ -6,18 +6,19 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from radix import Event, Meta
 from runtime.batch import ForwardBatch
-from runtime.calls import AddPin, Call, EraseTenant, FlushCache
+from runtime.calls import AddPin, State
 from runtime.config import Config, TierConfig
 from runtime.engine.core import EngineCore
-from runtime.engine.part import Answer, Handler, Part
-from runtime.errors import ModelError
+from runtime.engine.part import Part
+from runtime.errors import ModelError, PinRefused
 from runtime.execution.executor import Executor
 from runtime.execution.sizing import main_memory
 from runtime.features.tiers.block import Fingerprint, Format
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("ramet.engine")
 
 T = TypeVar("T")
-Waiting = Generator[None, None, Answer]
 
 _GIB = 1 << 30
 # Longest wait for a load that may end at once: in seconds, and while requests run as a share of the last step.
@@ -75,18 +75,10 @@ class Tiering(Part):
 
     # -- operators -------------------------------------------------------------------------------------------
 
-    def answers(self) -> Mapping[type[Call], Handler]:
-        return {
-            EraseTenant: lambda call: self._erase(call.tenant),
-            FlushCache: lambda call: self._erase(None) if call.tiers else {},
-        }
-
-    def _erase(self, tenant: str | None) -> Waiting:
-        """Erase the blocks of a tenant, or of all (None)."""
+    def erase_blocks(self, tenant: str | None) -> Generator[None, None, dict[str, int | None]]:
         erasing = self._aside.submit(self._erase_aside, tenant)
         self.tiers.erased(tenant, erasing)
-        blocks = yield from _wait(erasing)
-        return {"erased_blocks": blocks}
+        return (yield from _wait(erasing))
 
     def _erase_aside(self, tenant: str | None) -> dict[str, int | None]:
         if self._resume is not None:
@@ -96,15 +88,13 @@ class Tiering(Part):
     def kv_events(self) -> Mapping[str, list[Event]]:
         return self.tiers.worker.ledger.take()
 
-    def mark(self, nodes: list[dict[str, Any]]) -> Iterator[None]:
-        """Add to each node of the tree the names of the tiers that hold the block of its first page."""
-        keys = [self.tiers.keys.get(node["id"]) for node in nodes]
+    def places(self, nodes: Sequence[int]) -> Generator[None, None, dict[int, list[str]]]:
+        keys = [self.tiers.keys.get(node) for node in nodes]
         places = (yield from _wait(self.tiers.worker.where(keys))) if any(keys) else [[] for _ in nodes]
-        for node, place in zip(nodes, places, strict=True):
-            node["tiers"] = place
+        return dict(zip(nodes, places, strict=True))
 
-    def state(self) -> Mapping[str, Any]:
-        return self.tiers.state()
+    def report(self, state: State) -> None:
+        self.tiers.report(state)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -158,7 +148,7 @@ class Tiering(Part):
         if self._resume is not None:
             pins = self._core.cache.pins
             pins.expire()
-            noted = [NotedPin.of(pin, pins.describe(pin)["expires_in_s"]) for pin in pins.pins.values()]
+            noted = [NotedPin.of(pin, pins.view(pin).expires_in_s) for pin in pins.pins.values()]
             self._aside.submit(self._resume.write, noted)
 
     def resume(self) -> None:
@@ -177,7 +167,8 @@ class Tiering(Part):
         if load is not None:
             self._returning.setdefault(load, []).append(pin)
         elif pin.namespace.entry:
-            self._core.cache.pins.pin(run.tokens, pin.namespace, pin.name, left_s)
+            with suppress(PinRefused):
+                self._core.cache.pins.pin(run.tokens, pin.namespace, pin.name, left_s)
         else:  # the missing part of a prefix is computed
             self._core.calls.ask(None, AddPin(pin.tokens, pin.namespace, "", pin.name, left_s))
 

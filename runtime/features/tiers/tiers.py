@@ -9,7 +9,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from radix.hashes import block_hashes
 from radix.namespace import APPROXIMATE
 from radix.node import TOKEN_BYTES
 from radix.stats import Cause
+from runtime.calls import State
 from runtime.features.tiers.block import HEAD_BYTES, ROOT, Block, BlockKey
 from runtime.features.tiers.copies import Copies
 from runtime.features.tiers.loads import Load, RunLoad
@@ -77,7 +77,7 @@ class Tiers(Watcher):
         self._absent: TTLCache[BlockKey, None] = TTLCache(_MOST_ABSENT, _ABSENT_S, clock)
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="kv-fill")
         self._news = threading.Event()
-        self._erasing: list[tuple[str | None, Future[Any]]] = []
+        self._erasing: list[tuple[str | None, Future[dict[str, int | None]]]] = []
         cache.tree.watch(self)
         cache.on_use, cache.on_distrust = self.used, self.forget
         pool.before_write = self._copies.settle
@@ -237,7 +237,7 @@ class Tiers(Watcher):
             part.loading = self.worker.load(part.blocks, size, compute_s, limit_s)
             part.loading.add_done_callback(self.tell)
 
-    def tell(self, _: Future[Any]) -> None:
+    def tell(self, _: object) -> None:
         """Wake `wait`, because a future is done."""
         self._news.set()
 
@@ -371,28 +371,24 @@ class Tiers(Watcher):
             pages = np.unique(np.concatenate([one.numpy() for one in slots]) // self._pool.page_size)
             self._copies.settle(pages.tolist())
 
-    def state(self) -> dict[str, Any]:
-        """Counters and gauges."""
-        stats = self.worker.stats()
-        by_tier = {name: self.loaded_tokens[name] for name in self.worker.names}
-        return {
-            **self.counters,
-            "loaded_tokens_by_tier": by_tier,
-            "tiers": stats["tiers"],
-            "tier_writes_dropped": stats["dropped"],
-        }
+    def report(self, state: State) -> None:
+        """Add counters and gauges."""
+        state.tiers |= self.worker.states()
+        state.figures |= {**self.counters, "tier_writes_dropped": self.worker.num_dropped}
+        state.labelled["loaded_tokens_by_tier"] = {name: self.loaded_tokens[name] for name in self.worker.names}
 
     def close(self, until: float) -> None:
         """Write queued blocks until a time on the clock, and close the stores, which gets a second in any case."""
         self._filler.shutdown()
         self.worker.close(max(until - self._clock(), _LEAST_CLOSE_S))
 
-    def erased(self, tenant: str | None, done: Future[Any]) -> None:
+    def erased(self, tenant: str | None, done: Future[dict[str, int | None]]) -> None:
         """Void the loads of an erased tenant, or all loads (None), and forget what was written.
 
         Until the erasure is `done`, the stores may still have blocks of the tenant, and no new load begins.
         """
-        self._erasing = [*(one for one in self._erasing if not one[1].done()), (tenant, done)]
+        self._erasing = [one for one in self._erasing if not one[1].done()]
+        self._erasing.append((tenant, done))
         self._written.clear()
         for load in self.loads:
             load.is_void = load.is_void or any(tenant in (None, part.run.namespace.tenant) for part in load.parts)

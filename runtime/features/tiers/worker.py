@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from runtime.calls import TierState
 from runtime.features.tiers.block import Block, BlockKey, Buffer, Format, Mismatch
 from runtime.features.tiers.lane import Lane
 from runtime.features.tiers.ledger import Ledger
@@ -55,7 +56,7 @@ class TierWorker:
         self.ledger = Ledger()
         self._queue_bytes = queue_bytes
         self._clock = clock
-        self._num_dropped = 0
+        self.num_dropped = 0
         self._gatherer = Lane("gather", queue_bytes)
         # A store admits 4 reads at a time, so two stores may hang while a third one is read.
         self._loaders = ThreadPoolExecutor(12, thread_name_prefix="kv-load")
@@ -91,7 +92,7 @@ class TierWorker:
         """
         if self._tiers and self._gatherer.offer(num_bytes, partial(self._gather, block, gather)):
             return True
-        self._num_dropped += 1
+        self.num_dropped += 1
         return False
 
     def _gather(self, block: Block, gather: Callable[[], Buffer]) -> None:
@@ -233,7 +234,7 @@ class TierWorker:
 
     def wait_for_room(self, num_bytes: int, until: float) -> bool:
         """Wait until all queues have room for a payload; False if they have none by the time `until`."""
-        lanes = [self._gatherer, *(tier.lane for tier in self._tiers.values())]
+        lanes = self._lanes()
         while any(lane.queued_bytes + num_bytes > self._queue_bytes // 2 for lane in lanes):
             if self._clock() > until:
                 return False
@@ -245,16 +246,20 @@ class TierWorker:
     def drain(self, limit_s: float = 60.0) -> None:
         """Wait until all queued blocks are written, at most `limit_s` seconds."""
         until = self._clock() + limit_s
-        for lane in (self._gatherer, *(tier.lane for tier in self._tiers.values())):
+        for lane in self._lanes():
             lane.wait(max(until - self._clock(), 0))
 
-    def stats(self) -> dict[str, Any]:
-        """Number of dropped blocks, and by tier counts, rates and contents. Contents may be some seconds old."""
+    def _lanes(self) -> list[Lane]:
+        lanes = [tier.lane for tier in self._tiers.values()]
+        return [self._gatherer, *lanes]
+
+    def states(self) -> dict[str, TierState]:
+        """The tiers by name. Contents may be some seconds old."""
         if self._clock() - self._usage_at >= USAGE_EVERY_S:
             self._usage_at = self._clock()
             for tier in self._tiers.values():
                 self._loaders.submit(tier.usage)
-        return {"dropped": self._num_dropped, "tiers": {name: tier.stats() for name, tier in self._tiers.items()}}
+        return {name: tier.state() for name, tier in self._tiers.items()}
 
     def close(self, limit_s: float = 5.0) -> None:
         """Write queued blocks for at most `limit_s` seconds, and close the stores."""

@@ -103,4 +103,4 @@ async def live_pins(several: Sequence[Stored], engine: AsyncEngine) -> set[str]:
     """The ids of all existing pins, because an object's pins may have ended; empty if no object ever had pins."""
     if not any(stored.pins for stored in several):
         return set()
-    return {pin["id"] for pin in (await engine.call(GetPins()))["pins"]}
+    return {pin.id for pin in (await engine.call(GetPins())).pins}

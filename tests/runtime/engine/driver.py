@@ -5,20 +5,23 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
 from runtime.asks import ReuseAsk
-from runtime.calls import AddPin, Call, FlushCache
+from runtime.calls import AddPin, EngineCall, FlushCache, Flushed, PinView
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
+from runtime.errors import RametError
 from runtime.features.grammars.part import Grammars
 from runtime.opening import open_engine
 from runtime.params import SamplingParams
-from runtime.protocol import Abort, AddRequest, Ask, Finish, Reply, TokenEvent
+from runtime.protocol import Abort, AddRequest, Ask, Finish, Reply, TokenEvent, encode, outbound_decoder
 from runtime.request import Request
+
+A = TypeVar("A")
 
 
 def make_core(path: Path, **options: Any) -> EngineCore:
@@ -31,7 +34,7 @@ def make_core(path: Path, **options: Any) -> EngineCore:
     return open_engine(make_config(model=str(path), **options), path)
 
 
-def call(core: EngineCore, asked: Call) -> dict[str, Any]:
+def call(core: EngineCore, asked: EngineCall[A]) -> A:
     """The answer to an operator's call, after as many steps as it takes. Raises RametError."""
     core.handle(Ask(0, asked))
     until = time.monotonic() + 60
@@ -39,9 +42,12 @@ def call(core: EngineCore, asked: Call) -> dict[str, Any]:
         core.step()
         assert time.monotonic() < until, "the call is never answered"
     (reply,) = replies
-    if reply.failure is not None:
-        raise reply.failure.error()
-    return reply.answer
+    return on_the_wire(reply).read(asked)
+
+
+def on_the_wire(reply: Reply) -> Reply:
+    """The reply as the server's process gets it."""
+    return outbound_decoder.decode(encode(reply))
 
 
 class Driver:
@@ -54,6 +60,7 @@ class Driver:
         self.finish: dict[str, Finish] = {}
         self.events: dict[str, list[TokenEvent]] = {}
         self.steps = 0
+        self.calls: dict[int, EngineCall[object]] = {}
         self.replies: dict[int, Reply] = {}
 
     def add(self, rid: str, prompt: Sequence[int], **options: Any) -> None:
@@ -91,27 +98,29 @@ class Driver:
     def abort(self, rid: str) -> None:
         self.take(self.core.handle(Abort(rid)))
 
-    def begin(self, number: int, asked: Call) -> None:
+    def begin(self, number: int, asked: EngineCall) -> None:
         """Begin an operator's call; `replies` has its reply, as soon as there is one."""
+        self.calls[number] = asked
         self.core.handle(Ask(number, asked))
         self.settle()
 
     def settle(self) -> None:
         self.replies |= {reply.number: reply for reply in self.core.settle()}
 
-    def answer(self, number: int = 1) -> dict[str, Any] | None:
-        """The answer to a call, `{"refused": why}` for one that failed, None before there is any. It is taken once."""
+    def answer(self, number: int = 1) -> Any:
+        """The answer to a call, the error of one that failed, None before there is any. It is taken once."""
         reply = self.replies.pop(number, None)
-        if reply is None:
-            return None
-        return reply.answer if reply.failure is None else {"refused": reply.failure.message}
+        try:
+            return reply and on_the_wire(reply).read(self.calls[number])
+        except RametError as error:
+            return error
 
-    def pin(self, tokens: Sequence[int], number: int = 1, **options: Any) -> dict[str, Any] | None:
+    def pin(self, tokens: Sequence[int], number: int = 1, **options: Any) -> list[PinView] | RametError | None:
         """As `answer`, of a pin; None: it is computed first."""
         self.begin(number, AddPin(array("i", tokens).tobytes(), **options))
         return self.answer(number)
 
-    def flush(self) -> dict[str, Any]:
+    def flush(self) -> Flushed:
         return call(self.core, FlushCache())
 
     def wait_for_grammars(self) -> None:

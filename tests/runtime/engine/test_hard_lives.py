@@ -7,6 +7,7 @@ import torch
 
 from radix import Namespace
 from runtime.calls import Pause
+from runtime.errors import PinRefused
 from tests.runtime.engine.driver import Driver, call, make_core
 from tests.runtime.engine.test_overlap import VARIANTS
 from tests.tiny import VOCAB
@@ -56,7 +57,7 @@ def test_a_pin_without_prefix_cache_is_refused_without_computing(ids_dir):
     answer = driver.pin(prompt_of(5, 64))
     driver.run()
     assert core.counters["row_layers"] == 0, "the prefix is computed for nothing"
-    assert answer == {"refused": "the prefix cache is off"}
+    assert answer.message == "the prefix cache is off"
 
 
 def test_two_different_pins_at_once_hold_the_budget(ids_dir):
@@ -66,7 +67,7 @@ def test_two_different_pins_at_once_hold_the_budget(ids_dir):
     assert driver.pin(prompt_of(8, 112), 2) is None
     driver.run()
     replies = {number: driver.answer(number) for number in (1, 2)}
-    assert sorted("pin" in r for r in replies.values()) == [False, True]
+    assert sorted(isinstance(r, PinRefused) for r in replies.values()) == [False, True]
 
 
 def test_a_pin_of_a_prefix_that_is_computed_now_waits_for_it_while_paused(ids_dir):
@@ -81,7 +82,7 @@ def test_a_pin_of_a_prefix_that_is_computed_now_waits_for_it_while_paused(ids_di
     driver.abort("a")
     call(core, Pause(False))
     driver.run()
-    assert "pin" in driver.answer()
+    assert len(driver.answer()) == 1
 
 
 def test_a_request_named_like_a_pin(ids_dir):
@@ -100,7 +101,7 @@ def test_a_failing_step_under_a_pin_answers_it(ids_dir):
     core.executor.run = lambda batch: 1 / 0
     assert driver.pin(prompt_of(13, 40)) is None
     driver.run()
-    assert "refused" in driver.answer()
+    assert isinstance(driver.answer(), PinRefused)
 
 
 def test_grammars_and_peers_mixed_with_aborts(tiny_dir):

@@ -15,5 +15,5 @@ def test_each_walk_shows_the_tree_of_its_own_time(ids_dir):
     assert driver.answer() is None, "the walk takes several steps"
     tree.flush()
     tree.insert(array("i", [7, 8]).tobytes(), array("i", [0, 1]))
-    (root, block) = call(core, GetOutline(2000))["blocks"]
-    assert (root["total"], block["tokens"]) == (2, 2)
+    (root, block) = call(core, GetOutline(2000)).blocks
+    assert (root.total, block.tokens) == (2, 2)

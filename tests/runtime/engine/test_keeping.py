@@ -120,8 +120,8 @@ def test_floods_with_breakpoints_of_their_own_take_it_from_nobody_within_its_sha
     for i in range(12):
         driver.ask([3000 + i] * 70, [(64, HOUR)], tenant="b")
     assert driver.cached(PROMPT, "a") == 96
-    kept = call(driver.core, GetPins())["kept"]
-    assert [(entry["tenant"], entry["prefixes"], entry["tokens"]) for entry in kept] == [("a", 1, 96), ("b", 3, 192)]
+    kept = call(driver.core, GetPins()).kept
+    assert [(entry.tenant, entry.prefixes, entry.tokens) for entry in kept] == [("a", 1, 96), ("b", 3, 192)]
 
 
 def test_an_aborted_prompt_keeps_nothing_and_an_answer_that_is_aborted_does(driver):

@@ -118,7 +118,7 @@ def pin(engine: Engine, tokens: list[int]) -> None:
     """Compute a prompt and pin it."""
     engine.add("p", tokens, new=1)
     engine.step()
-    assert "pin" in engine.cache.pins.pin(array("i", tokens), Namespace(), None, None)
+    assert engine.cache.pins.pin(array("i", tokens), Namespace(), None, None) is not None
 
 
 def test_a_pin_yields_where_nothing_else_can():

@@ -189,7 +189,7 @@ def test_what_is_configured():
     assert [make_cache(pages=9, pin_budget=share).holds.budget_pages for share in (0.5, 1, 0)] == [4, 9, 0]
     cache = make_cache()
     keep(cache, 1, 2)
-    assert cache.pins.pin(array("i", [1, 2]), EVERYBODY, None, 5.0)["pin"]["expires_in_s"] == 5.0
+    assert cache.pins.pin(array("i", [1, 2]), EVERYBODY, None, 5.0).expires_in_s == 5.0
     assert (cache.tree.num_pinned_pages, cache.pool.num_pages) == (1, 16)
     cache = make_cache(kv_events="tcp://127.0.0.1:1")
     keep(cache, 1, 2, 3, 4)

@@ -19,14 +19,14 @@ def test_a_used_prefix_stays_for_its_hold_time(ids_dir, hold_time, hold_s, stays
     driver.run()
     for prompt in FLOOD:
         driver.together([prompt], max_new_tokens=1, hold_s=0.0)
-    held = {node["held_s"] > 0 for node in call(driver.core, GetTree())["nodes"] if node["preview"] is not None}
+    held = {node.held_s > 0 for node in call(driver.core, GetTree()).nodes}
     assert held == ({True, False} if stays else {False})
     driver.add("again", PREFIX, max_new_tokens=1, hold_s=0.0)
     driver.run()
     assert driver.cached("again") == (96 if stays else 0)
     state = driver.core.state()
     assert (state["pages_held"], state["held_pages_lost"]) == (6 if stays else 0, 0)
-    assert call(driver.core, FlushCache())["live_tokens"] == 0
+    assert call(driver.core, FlushCache()).live_tokens == 0
     assert driver.core.state()["pages_held"] == state["held_pages_broken"] == 0
 
 
@@ -38,6 +38,6 @@ def test_what_a_request_only_reads_is_held_too_and_the_longer_hold_stays(ids_dir
     for number, hold_s in enumerate((900.0, 5.0, None)):
         driver.add(f"{number}", [*PREFIX[:64], number, number], max_new_tokens=1, hold_s=hold_s, store=False)
         driver.run()
-        (held,) = (node["held_s"] for node in call(core, GetTree())["nodes"] if node["held_s"])
+        (held,) = (node.held_s for node in call(core, GetTree()).nodes if node.held_s)
         assert 800 < held <= 900
         assert core.state()["pages_held"] == 4

@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from radix import POLICIES, Namespace
-from runtime.calls import FlushCache, GetPins, OnNode, RemovePin
+from runtime.calls import FlushCache, GetPins, PinNode, RemovePin
 from runtime.protocol import Forget
 from tests.runtime.engine.driver import Driver, call, make_core
 from tests.tiny import VOCAB
@@ -28,18 +28,18 @@ PREFIX = list(range(1000, 1100))
 def test_a_pin_survives_flushes_and_floods_until_it_is_let_go(driver):
     assert driver.pin(PREFIX, name="system") is None, "it is computed first"
     driver.run()
-    made = driver.answer()["pin"]
+    (made,) = driver.answer()
     assert driver.core.state()["generation_tokens"] == 0
-    assert (made["name"], made["tokens"], made["expires_in_s"]) == ("system", 96, None)
+    assert (made.name, made.tokens, made.expires_in_s) == ("system", 96, None)
     driver.flush()
     driver.together([[i] * 60 for i in range(40)], max_new_tokens=2)
     driver.add("again", PREFIX, max_new_tokens=1)
     driver.run()
     assert driver.cached("again") == 96
-    assert pinned(driver.core)["pinned_tokens"] == 96
-    assert call(driver.core, RemovePin(made["id"])) == {"found": True}
-    assert call(driver.core, RemovePin(made["id"])) == {"found": False}
-    assert driver.flush()["live_tokens"] == 0
+    assert pinned(driver.core).pinned_tokens == 96
+    assert call(driver.core, RemovePin(made.id))
+    assert not call(driver.core, RemovePin(made.id))
+    assert driver.flush().live_tokens == 0
 
 
 def test_a_call_that_is_given_up_computes_no_more(driver):
@@ -48,15 +48,15 @@ def test_a_call_that_is_given_up_computes_no_more(driver):
     driver.core.handle(Forget(7))
     driver.run()
     assert driver.answer(7) is None
-    assert "pin" in driver.answer(8)
+    assert len(driver.answer(8)) == 1
     assert driver.core.counters["prefill_tokens"] == 96
 
 
 def test_flush_takes_pins_only_when_asked(driver):
     driver.together([PREFIX], max_new_tokens=1)
     driver.pin(PREFIX)
-    assert call(driver.core, FlushCache())["live_tokens"] == 96
-    assert call(driver.core, FlushCache(pins=True))["live_tokens"] == 0
+    assert call(driver.core, FlushCache()).live_tokens == 96
+    assert call(driver.core, FlushCache(pins=True)).live_tokens == 0
 
 
 def test_a_node_is_pinned_where_it_lies(driver):
@@ -64,10 +64,10 @@ def test_a_node_is_pinned_where_it_lies(driver):
     cache = driver.core.cache
     pages = cache.allocator.allocate(3)
     cache.tree.insert(array("i", PREFIX[:48]).tobytes(), pages, namespace)
-    made = call(driver.core, OnNode("pin", pages[0], 0))
-    assert (made["found"], made["pin"]["tokens"]) == (True, 48)
-    assert cache.pins.pins[made["pin"]["id"]].node.namespace == namespace
-    assert call(driver.core, OnNode("pin", pages[0], 16)) == {"found": False}
+    made = call(driver.core, PinNode(pages[0], 0))
+    assert made.tokens == 48
+    assert cache.pins.pins[made.id].node.namespace == namespace
+    assert call(driver.core, PinNode(pages[0], 16)) is None
     call(driver.core, FlushCache())
     assert cache.tree.num_pinned_pages == cache.tree.num_pages == 3
 
@@ -114,7 +114,7 @@ def test_full_load_with_pins_holds_and_quotas_at_their_limits(ids_dir, policy):
         )
     driver.run(between)
     state = core.state()
-    assert state["evicted_tokens_by_cause"]["quota"] > 0
+    assert state.labelled["evicted_tokens_by_cause"]["quota"] > 0
     assert core.cache.tree.quotas.pages(Namespace("t")) <= 60
     assert state["pages_pinned"] > 0
     assert (0 < state["pages_held"] <= 40, state["held_pages_lost"] > 0, state["held_pages_broken"] > 0) == (True,) * 3
@@ -135,5 +135,5 @@ def test_a_clock_that_jumps_ends_no_pin(ids_dir, monkeypatch, jump_s):
         driver.run()
         assert driver.cached(rid) == 96
         assert 0 <= driver.events[rid][0].admission.queue_s < 1000
-    (kept,) = pinned(driver.core)["pins"]
-    assert 0 < kept["expires_in_s"] <= 1000
+    (kept,) = pinned(driver.core).pins
+    assert 0 < kept.expires_in_s <= 1000

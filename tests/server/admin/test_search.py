@@ -5,6 +5,7 @@ from array import array
 import httpx
 import pytest
 
+from runtime.calls import TreeRun
 from server.admin import search
 from server.admin.search import _Finder
 from tests.server.admin.test_dashboard import blocks
@@ -84,15 +85,16 @@ def letters():
 
 
 def run(page, parent, text):
-    return {"id": page, "parent": parent, "start": 0, "key": array("i", map(ord, text)).tobytes()}
+    key = array("i", map(ord, text)).tobytes()
+    return TreeRun(tenant="", id=page, parent=parent, start=0, key=key, hits=0, pinned=False)
 
 
 def test_a_search_ends_at_its_bounds(letters, monkeypatch):
     monkeypatch.setattr(search, "_MOST_TOKENS", 8)
     finder = _Finder("ab", 9, letters)
     finder.look([run(1, None, "xxxa"), run(2, 1, "bbbb"), run(3, 2, "abab")])
-    assert (finder.done, finder.tokens, [node["id"] for node in finder.found]) == (True, 8, [2])
+    assert (finder.done, finder.tokens, [node.run.id for node in finder.found]) == (True, 8, [2])
     # A page that got another node while the walk went on makes no circle.
     finder = _Finder("ab", 9, letters)
     finder.look([run(1, 2, "a"), run(2, 1, "b")])
-    assert finder.found[0]["above"] == [2, 1]
+    assert finder.found[0].above == [2, 1]

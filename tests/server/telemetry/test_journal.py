@@ -6,6 +6,7 @@ from array import array
 from types import SimpleNamespace
 
 import pytest
+from msgspec import to_builtins
 
 from radix import Namespace
 from runtime.errors import DeadlineExceeded, InvalidRequest
@@ -28,12 +29,12 @@ def test_each_tenant_has_its_last_hundred():
     for number in range(150):
         journal.add(*ended(f"{number}", [1], "a"))
     mine = journal.last("a")
-    assert sorted(int(entry["rid"]) for entry in mine) == list(range(50, 150))
-    assert [entry["rid"] for entry in journal.last("b")] == ["first"], "a loud neighbour displaces nothing"
+    assert sorted(int(entry.rid) for entry in mine) == list(range(50, 150))
+    assert [entry.rid for entry in journal.last("b")] == ["first"], "a loud neighbour displaces nothing"
     assert len(journal.last(None)) == 100
     assert journal.last("c") == []
     told = {"tenant": "b", "prompt_tokens": 1, "output_tokens": 7, "queue_s": 0.1, "finish": "stop"}
-    assert told.items() <= journal.last("b")[0].items()
+    assert told.items() <= to_builtins(journal.last("b")[0]).items()
 
 
 def test_failed_requests_are_listed_with_what_they_had_reached_and_not_traced(tmp_path):
@@ -42,12 +43,12 @@ def test_failed_requests_are_listed_with_what_they_had_reached_and_not_traced(tm
     journal.add_failed(submission, output, 2.5, DeadlineExceeded("the request took longer than 2 s"))
     journal.add_failed(ended("refused", [])[0], None, 0.1, InvalidRequest("x" * 1000))
     journal.add_failed(ended("gone", [1])[0], None, 0.2, None)
-    entries = {entry["rid"]: entry for entry in journal.last("")}
+    entries = {entry.rid: entry for entry in journal.last("")}
     late, refused, gone = (entries[rid] for rid in ("late", "refused", "gone"))
     told = {"finish": "timeout_error", "error": "the request took longer than 2 s", "e2e_s": 2.5}
-    assert ({**told, "prompt_tokens": 3, "output_tokens": 7, "queue_s": 0.1}).items() <= late.items()
-    assert (refused["finish"], len(refused["error"]), refused["prompt_tokens"]) == ("invalid_request_error", 300, 0)
-    assert (gone["finish"], "error" in gone) == ("client left", False)
+    assert ({**told, "prompt_tokens": 3, "output_tokens": 7, "queue_s": 0.1}).items() <= to_builtins(late).items()
+    assert (refused.finish, len(refused.error), refused.prompt_tokens) == ("invalid_request_error", 300, 0)
+    assert (gone.finish, "error" in to_builtins(gone)) == ("client left", False)
     assert (tmp_path / "trace").read_text() == ""
 
 

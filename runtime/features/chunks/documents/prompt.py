@@ -160,5 +160,7 @@ def in_messages(messages: Sequence[dict[str, Any]], render: Callable[[list[dict[
         raise InvalidRequest(reason, param="prompt")
     if not documents:
         return text
-    between = zip(documents.values(), pieces[1:], strict=True)
-    return Segments([pieces[0], *(part for pair in between for part in pair)])
+    parts: list[str | Document] = [pieces[0]]
+    for document, piece in zip(documents.values(), pieces[1:], strict=True):
+        parts += [document, piece]
+    return Segments(parts)

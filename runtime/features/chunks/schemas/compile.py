@@ -86,7 +86,8 @@ def compile_prompt(
     """
     imported = _resolve(prompt.imports, root)
     arguments = [(scope, name, text, at) for scope, at in imported.items() for name, text in _arguments(scope, at)]
-    texts = [*(text for _, _, text, _ in arguments), *(insert.text for insert in prompt.inserts), tail]
+    texts = [text for _, _, text, _ in arguments] + [insert.text for insert in prompt.inserts]
+    texts.append(tail)
     check_characters(sum(map(len, texts)), tokenizer, limit)
     tokens = iter(map(array, "i" * len(texts), tokenizer.encode_each(texts)))
     own = [_argument(scope, name, next(tokens), at) for scope, name, _, at in arguments]

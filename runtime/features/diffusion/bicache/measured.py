@@ -1,7 +1,6 @@
 """Reuse depths that follow from the divergence measured while requests with a prefix are served."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from runtime.features.diffusion.bicache.depth_table import DepthTable
 
@@ -121,9 +120,9 @@ class ShallowMeta:
     def tokens(self) -> int:
         return self.encoded_tokens
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         table, measured = self.table, self.measured.describe()
-        found: dict[str, Any] = {"measured": measured} if measured else {}
+        found: dict[str, object] = {"measured": measured} if measured else {}
         return found | {
             "encoded_tokens": self.encoded_tokens,
             "depth_table": table.version,

@@ -82,7 +82,7 @@ def test_adapters_of_outputs_and_mlps_are_served_and_others_refused(path, tmp_pa
     refused = save_lora(tmp_path / "other", model, 3, targets=("kv_b_proj", "o_proj"))
     core = make_core(path, **code)
     driver = Driver(core)
-    digest = call(core, LoadAdapter(str(served)))["digest"]
+    digest = call(core, LoadAdapter(str(served))).digest
     driver.add("a", prompt, max_new_tokens=NEW, namespace=Namespace(adapter=digest))
     driver.run()
     with pytest.raises(InvalidRequest, match=r"kv_b_proj, which no adapter may change"):

@@ -90,7 +90,7 @@ def test_a_step_with_a_grammar_is_launched_before_the_tokens_of_the_last_are_wai
 
 def test_an_adapter_ends_the_graphs(llama, adapter, device):
     engine = Engine(device, llama)
-    digest = call(engine.core, LoadAdapter(str(adapter)))["digest"]
+    digest = call(engine.core, LoadAdapter(str(adapter))).digest
     engine.begin_decode(prompts()[:3])
     engine.begin_decode(prompts()[3:], namespace=Namespace(adapter=digest))
     events = engine.watch_steps(STEPS)

@@ -57,7 +57,7 @@ def expected(base, adapters, prompts):
 
 
 def load(core, path) -> str:
-    return call(core, LoadAdapter(str(path)))["digest"]
+    return call(core, LoadAdapter(str(path))).digest
 
 
 def ask_all(driver, prompts, digests) -> list[list[list[int]]]:
@@ -81,7 +81,7 @@ def test_two_adapters_and_none_in_one_batch(tiny_dir, adapters, prompts, expecte
     state = driver.core.state()
     if page_size == 1:
         assert state["cached_tokens"] - cached == 3 * sum(len(prompt) - 1 for prompt in prompts)
-    assert state["requests_by_adapter"] == dict.fromkeys(digests[1:], 2 * len(prompts))
+    assert state.labelled["requests_by_adapter"] == dict.fromkeys(digests[1:], 2 * len(prompts))
 
 
 def test_pages_of_others_are_never_read(tiny_dir, adapters, prompts, expected):
@@ -92,7 +92,7 @@ def test_pages_of_others_are_never_read(tiny_dir, adapters, prompts, expected):
     first = load(core, adapters[0])
     assert ask_all(driver, prompts[:1], [first]) == [expected[1][:1]]
     assert core.state()["cached_tokens"] == 0
-    assert call(core, UnloadAdapter(first)) == {"running": 0}
+    assert call(core, UnloadAdapter(first)) == 0
     second = load(core, adapters[1])
     assert ask_all(driver, prompts[:1], [second]) == [expected[2][:1]]
     assert core.state()["cached_tokens"] == 0
@@ -117,15 +117,15 @@ def test_unloaded_while_requests_run(tiny_dir, adapters, prompts, expected):
     first, second = (load(core, adapter) for adapter in adapters)
     driver.add("runs", prompts[0], max_new_tokens=NEW, namespace=Namespace(adapter=first))
     driver.step()
-    assert call(core, UnloadAdapter(first)) == {"running": 1}
+    assert call(core, UnloadAdapter(first)) == 1
     assert first in decoder.adapters
     driver.run()
     assert driver.tokens["runs"] == expected[1][0]
     assert list(decoder.adapters) == [second]
     driver.add("late", prompts[0], namespace=Namespace(adapter=first))
     assert (driver.finish["late"].refused, driver.finish["late"].code) == (True, "model_not_found")
-    assert call(core, GetState())["requests_by_adapter"] == {second: 0}
-    assert call(core, UnloadAdapter("unknown")) == {"running": 0}
+    assert call(core, GetState()).labelled["requests_by_adapter"] == {second: 0}
+    assert call(core, UnloadAdapter("unknown")) == 0
 
 
 def test_without_a_server(tiny_dir, adapters, prompts, expected):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from radix import Namespace
 from runtime.asks import ReuseAsk
-from runtime.calls import AddPin, GetTree, LoadAdapter
+from runtime.calls import AddPin, GetTree, LoadAdapter, PinView
 from runtime.errors import PinRefused
 from tests.lora import merged, save_lora
 from tests.runtime.engine.driver import call
@@ -194,7 +194,7 @@ def test_entries_are_found_by_content_not_by_name(ids_dir):
 # -- pins ------------------------------------------------------------------------------------------------------
 
 
-def pin(world: World, modules: list[Module], **fields) -> dict:
+def pin(world: World, modules: list[Module], **fields) -> list[PinView]:
     asked = {"strategy": "chunks", "modules": [one.asked() for one in modules]}
     return call(world.core, AddPin(b"", ask=convert(asked, ReuseAsk), **fields))
 
@@ -204,8 +204,8 @@ def test_modules_are_encoded_ahead_and_pinned(ids_dir):
     modules = [module(draw, 40, 0, (5,), "/a"), module(draw, 16, 40, name="/b")]
     world = World(Modules(ids_dir), pool_tokens=640, pin_budget=0.5, page_size=16)
     world.one("before", behind(draw, modules[:1]))  # the first is there, and the second must be computed
-    pins = pin(world, modules, ttl_s=60)["pins"]
-    assert sorted((one["name"], one["tokens"]) for one in pins) == [("/a", 48), ("/b", 16)]
+    pins = pin(world, modules, ttl_s=60)
+    assert sorted((one.name, one.tokens) for one in pins) == [("/a", 48), ("/b", 16)]
     with pytest.raises(PinRefused, match="all pins together"):
         pin(world, [module(draw, 160), module(draw, 160)])  # the first one alone would fit
     check_pins(world, pins, behind(draw, modules), 39 + 16)
@@ -216,9 +216,9 @@ def test_the_tree_names_modules_and_fills_up_their_last_page(ids_dir):
     one = module(draw, 20, 0, (3,), "/city/paris")
     world = World(Modules(ids_dir), page_size=16)
     world.one("a", behind(draw, [one]), reuse={"schema": "cities"})
-    (node,) = call(world.core, GetTree(preview_tokens=64))["nodes"]
-    assert node["meta"] == {"schema": "cities", "module": "/city/paris", "module_tokens": 19}
-    assert array("i", node["preview"]).tolist() == [one.tokens[i] for i in one.kept] + [-1] * 13
+    (node,) = call(world.core, GetTree(preview_tokens=64)).nodes
+    assert node.meta == {"schema": "cities", "module": "/city/paris", "module_tokens": 19}
+    assert array("i", node.preview).tolist() == [one.tokens[i] for i in one.kept] + [-1] * 13
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_an_adapter_has_modules_of_its_own(ids_dir, tmp_path):
     merged(model, adapter).save_pretrained(tmp_path / "merged")
     draw = random.Random(3)
     one, world = module(draw, 40), World(Modules(ids_dir), kernels="torch")
-    digest = call(world.core, LoadAdapter(str(adapter)))["digest"]
+    digest = call(world.core, LoadAdapter(str(adapter))).digest
     prompts = [behind(draw, [one]) for _ in range(2)]
     for place in (Namespace(), Namespace(adapter=digest)):
         for i, prompt in enumerate(prompts):

@@ -169,7 +169,7 @@ def test_chunks_are_shared_by_documents_that_begin_alike(ids_dir):
         world.one(f"{i}", build(draw, [start + end], 3, method="pie"))
     world.check()
     assert [world.cached(f"{i}") for i in range(2)] == [0, 64]
-    shown = [node["meta"] for node in call(world.core, GetTree())["nodes"] if node["meta"]]
+    shown = [node.meta for node in call(world.core, GetTree()).nodes if node.meta]
     assert sorted((meta["document"], meta["document_tokens"]) for meta in shown) == [
         ("document 0", length) for length in (20, 20, 32, 32)
     ]
@@ -338,8 +338,8 @@ def test_documents_are_encoded_ahead_and_pinned(ids_dir):
     text = draw_tokens(draw, 80)
     world = World(Fusion(ids_dir), pool_tokens=640, pin_budget=0.5, page_size=16)
     ask = ChunksAsk("pie", [(0, 80)], ["a"], granularity="page", chunk_tokens=32)
-    pins = call(world.core, AddPin(array("i", text).tobytes(), ask=ask, ttl_s=60))["pins"]
-    assert sorted(one["tokens"] for one in pins) == [16, 32, 32], "one for each chunk"
+    pins = call(world.core, AddPin(array("i", text).tobytes(), ask=ask, ttl_s=60))
+    assert sorted(one.tokens for one in pins) == [16, 32, 32], "one for each chunk"
     assert world.row_layers <= LAYERS * (80 + 1)
     check_pins(world, pins, build(draw, [text], 7), 80)
 

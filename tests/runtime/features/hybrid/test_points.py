@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from radix import Namespace
+from radix.views import NodeView
 from runtime.asks import ReasoningAsk
-from runtime.calls import AddPin, FlushCache, GetCached, GetOutline, GetTree, OnNode, RemovePin
+from runtime.calls import AddPin, FlushCache, GetCached, GetOutline, GetTree, ReadNode, RemovePin
 from runtime.errors import InvalidRequest
 from runtime.features.chunks.ask import ChunksAsk
 from tests.runtime.engine.driver import call
@@ -24,10 +25,10 @@ def saved(tmp_path_factory):
     return save_hybrid("Qwen3_5", tmp_path_factory.mktemp("hybrid"))
 
 
-def nodes(driver: Asking) -> list[dict]:
+def nodes(driver: Asking) -> list[NodeView]:
     """The attached runs as operators see them."""
-    every = call(driver.core, GetTree(None, None, 0, 999, 8))["nodes"]
-    return [node for node in every if node["meta"]]
+    every = call(driver.core, GetTree(None, None, 0, 999, 8)).nodes
+    return [node for node in every if node.meta]
 
 
 @pytest.mark.parametrize("tier", ["disk", "store"])
@@ -82,8 +83,8 @@ def test_a_pin_comes_back_with_its_point(saved, is_greedy, tmp_path):
 def test_a_pin_protects_the_point_behind_it(saved, is_greedy):
     draw = random.Random(2)
     driver, prefix = Asking(saved, is_greedy, page_size=8, pool_tokens=1024), some(draw, 101)
-    pin = call(driver.core, AddPin(array("i", prefix).tobytes()))["pin"]
-    assert pin["tokens"] == 96
+    (pin,) = call(driver.core, AddPin(array("i", prefix).tobytes()))
+    assert pin.tokens == 96
     for _ in range(8):
         driver.ask(some(draw, 300))
     driver.ask([*prefix, *some(draw, 20)])
@@ -91,7 +92,7 @@ def test_a_pin_protects_the_point_behind_it(saved, is_greedy):
     assert call(driver.core, GetCached(None, Namespace(), array("i", prefix).tobytes())) == {"": 96}
     with pytest.raises(InvalidRequest, match="shorter than a page"):
         call(driver.core, AddPin(array("i", prefix[:7]).tobytes()))
-    assert call(driver.core, RemovePin(pin["id"]))["found"]
+    assert call(driver.core, RemovePin(pin.id))
     assert driver.core.cache.tree.num_pinned_pages == 0
 
 
@@ -127,12 +128,12 @@ def test_points_of_earlier_turns_go_first_and_those_at_branches_stay(saved, is_g
     assert driver.latest == len(begin)
     driver.ask([*first, *answer, STOP, *some(draw, 60)])
     cost = driver.core.strategies.default.points.num_pages
-    places = {node["meta"]["point"] for node in nodes(driver)}
+    places = {node.meta["point"] for node in nodes(driver)}
     assert {len(begin), len(first) + NEW - 1} <= places
     cache = driver.core.cache
     cache.allocator.release(cache.tree.evict(1))
     cache.allocator.release(cache.tree.evict(1))
-    gone = places - {node["meta"]["point"] for node in nodes(driver)}
+    gone = places - {node.meta["point"] for node in nodes(driver)}
     assert len(first) + NEW - 1 in gone
     assert len(begin) not in gone
     assert cost > 1
@@ -143,16 +144,16 @@ def test_operators_see_points_and_none_of_their_filling(saved, is_greedy):
     driver, prompt = Asking(saved, is_greedy, page_size=8), conversation(draw, 3)
     driver.ask(prompt)
     shown = nodes(driver)
-    assert {node["meta"]["behind"] for node in shown} == {"", "prompt", "answer"}
-    assert all(node["preview"] == b"" for node in shown)
-    blocks = call(driver.core, GetOutline(99, 8))["blocks"]
-    assert sum(block["meta"] is not None for block in blocks) == len(shown)
-    places = [(block["start"] + block["tokens"], block["attached"]) for block in blocks if block["attached"]]
-    assert sorted(places) == sorted(Counter(node["meta"]["point"] // 8 * 8 for node in shown).items())
-    read = call(driver.core, OnNode("read", shown[0]["id"], shown[0]["start"]))["tokens"]
+    assert {node.meta["behind"] for node in shown} == {"", "prompt", "answer"}
+    assert all(node.preview == b"" for node in shown)
+    blocks = call(driver.core, GetOutline(99, 8)).blocks
+    assert sum(block.meta is not None for block in blocks) == len(shown)
+    places = [(block.start + block.tokens, block.attached) for block in blocks if block.attached]
+    assert sorted(places) == sorted(Counter(node.meta["point"] // 8 * 8 for node in shown).items())
+    read = call(driver.core, ReadNode(shown[0].id, shown[0].start))
     tokens = array("i", read).tolist()
     assert tokens == prompt[: len(tokens)]
-    assert len(tokens) == shown[0]["meta"]["point"]
+    assert len(tokens) == shown[0].meta["point"]
 
 
 def test_a_miss_names_the_nearest_point_and_one_that_was_lost(saved, is_greedy):

@@ -64,7 +64,7 @@ def test_what_is_used_twice_is_written_at_once(ids_dir, tmp_path, expected):
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     core.part(Tiering).tiers.worker.drain()
-    assert core.part(Tiering).tiers.worker.stats()["tiers"]["host"]["counts"].keys() == {"wanted"}
+    assert core.part(Tiering).tiers.worker.states()["host"].counts.keys() == {"wanted"}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     core.part(Tiering).tiers.worker.drain()
     driver.flush()
@@ -79,7 +79,7 @@ def test_a_prefix_that_several_requests_begin_to_read_in_one_step_is_written(ids
     driver = Driver(core)
     driver.together([[*PROMPTS[0][:128], *draw(i, 24)] for i in range(4)], max_new_tokens=NEW)
     core.part(Tiering).tiers.worker.drain()
-    assert core.part(Tiering).tiers.worker.stats()["tiers"]["host"]["counts"]["written"] >= 2
+    assert core.part(Tiering).tiers.worker.states()["host"].counts["written"] >= 2
     core.close()
 
 
@@ -194,7 +194,7 @@ def test_what_must_not_be_stored_outlives_nothing(ids_dir, tmp_path, expected):
     assert core.cache.tree.num_pages == 0
     assert core.cache.events.take() == []
     evict(core)
-    assert core.part(Tiering).tiers.worker.stats()["tiers"]["host"]["counts"].keys() == {"wanted"}
+    assert core.part(Tiering).tiers.worker.states()["host"].counts.keys() == {"wanted"}
     assert core.cache.allocator.num_free == core.cache.pool.num_pages
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     driver.add("reads", PROMPTS[0], max_new_tokens=NEW, store=False)

@@ -64,7 +64,7 @@ def test_documents(ids_dir, tmp_path, method):
     driver.ask("cold", ask)
     driver.run()
     evict(driver.core)
-    blocks = driver.core.part(Tiering).tiers.worker.stats()["tiers"]["disk"]["counts"]["written"]
+    blocks = driver.core.part(Tiering).tiers.worker.states()["disk"].counts["written"]
     assert blocks == 1 + 2 + 1 + (method == "full"), "the prefix, the documents, and full reuse's question"
     driver.core.close()
     other = World(Fusion(ids_dir), **options, **options_of("disk", tmp_path))

@@ -31,10 +31,10 @@ def test_pins_come_back_by_themselves(ids_dir, tmp_path):
     assert second.busy
     again = Driver(second)
     again.run()
-    (pinned,) = call(second, GetPins())["pins"]
-    assert pinned["name"] == "system"
-    assert pinned["tokens"] == 128
-    assert 900 < pinned["expires_in_s"] <= 1000
+    (pinned,) = call(second, GetPins()).pins
+    assert pinned.name == "system"
+    assert pinned.tokens == 128
+    assert 900 < pinned.expires_in_s <= 1000
     assert again.together([PROMPTS[1]], max_new_tokens=NEW) == tokens[:1]
     assert again.cached("r0") == 192
     assert loaded(again, "r0") == {"disk": 64}, "the pin has brought the common beginning"
@@ -49,7 +49,7 @@ def test_a_pin_whose_blocks_are_lost_is_computed_again(ids_dir, tmp_path):
         file.unlink()
     second = open_core(ids_dir, **options_of("disk", tmp_path))
     Driver(second).run()
-    assert [one["name"] for one in call(second, GetPins())["pins"]] == ["system"]
+    assert [one.name for one in call(second, GetPins()).pins] == ["system"]
     second.close()
 
 
@@ -64,7 +64,7 @@ def test_a_damaged_note_is_none(ids_dir, tmp_path):
         note.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         second = open_core(ids_dir, **options_of("disk", tmp_path))
         Driver(second).run()
-        assert call(second, GetPins())["pins"] == []
+        assert call(second, GetPins()).pins == []
         second.part(Tiering)._resume = None
         second.close()
 
@@ -82,9 +82,9 @@ def test_a_tenant_is_erased_from_every_tier(ids_dir, tmp_path):
     other_model.write_bytes(b"what another model noted")
     done = call(core, EraseTenant("a"))
     assert not other_model.exists()
-    assert done["erased_tokens"] == 128
-    assert done["erased_blocks"] == {"host": 6, "disk": 6, "store": 6}
-    assert call(core, GetPins())["pins"] == []
+    assert done.erased_tokens == 128
+    assert done.erased_blocks == {"host": 6, "disk": 6, "store": 6}
+    assert call(core, GetPins()).pins == []
     assert {pin.namespace.tenant for pin in core.part(Tiering)._resume.read()} <= {"b"}
     for i, space in enumerate(spaces):
         driver.add(f"again {i}", PROMPTS[0], max_new_tokens=NEW, namespace=space)
@@ -126,10 +126,10 @@ def test_a_flush_reaches_tiers_when_asked(ids_dir, tmp_path):
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     evict(core)
-    assert "erased_blocks" not in driver.flush()
+    assert driver.flush().erased_blocks is None
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     assert loaded(driver, "r1") == {"host": 192}
-    assert call(core, FlushCache(tiers=True))["erased_blocks"] == {"host": 3}
+    assert call(core, FlushCache(tiers=True)).erased_blocks == {"host": 3}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     assert loaded(driver, "r2") == {}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)  # the second use, which writes them again
@@ -142,7 +142,8 @@ def test_a_flush_reaches_tiers_when_asked(ids_dir, tmp_path):
 
 def test_the_tree_says_which_tiers_hold_a_node(ids_dir, tmp_path):
     def places():
-        return [node["tiers"] for node in call(core, GetTree())["nodes"]]
+        found = call(core, GetTree())
+        return [found.tiers[node.id] for node in found.nodes]
 
     core = open_core(ids_dir, **options_of("host", tmp_path), **options_of("disk", tmp_path))
     driver = Driver(core)
@@ -151,9 +152,8 @@ def test_the_tree_says_which_tiers_hold_a_node(ids_dir, tmp_path):
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     core.part(Tiering).tiers.worker.drain()
     assert places()[0] == ["host", "disk"], "what is used twice is written"
-    while (blocks := call(core, GetOutline(10, 0))["blocks"]) is None:
-        pass
-    assert [block["tiers"] for block in blocks[:2]] == [[], ["host", "disk"]], "a root has none"
+    shown = call(core, GetOutline(10, 0))
+    assert [shown.tiers[block.id] for block in shown.blocks[:2]] == [[], ["host", "disk"]], "a root has none"
     driver.flush()
     assert core.part(Tiering).tiers.keys == {}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)

@@ -107,19 +107,19 @@ def test_what_the_queues_have_no_room_for_is_dropped_and_counted(start, host, fl
         assert worker.write(block, lambda block=block: payload_of(block), SIZE)
         worker._gatherer.run(lambda: None).result(LIMIT_S)
         worker._tiers["host"].lane.run(lambda: None).result(LIMIT_S)
-    assert worker.stats()["tiers"]["disk"]["counts"]["dropped"] == 4
-    assert worker.stats()["tiers"]["disk"]["queued_bytes"] == 2 * SIZE
-    assert worker.stats()["dropped"] == 0
+    assert worker.states()["disk"].counts["dropped"] == 4
+    assert worker.states()["disk"].queued_bytes == 2 * SIZE
+    assert worker.num_dropped == 0
     flaky.gate.set()
     settle(worker)
     assert (host.usage().blocks, flaky.usage().blocks) == (6, 2)
-    assert worker.stats()["tiers"]["disk"]["queued_bytes"] == 0
+    assert worker.states()["disk"].queued_bytes == 0
 
     held = threading.Event()
     assert worker.write(BLOCKS[0], lambda: held.wait(LIMIT_S) and payload_of(BLOCKS[0]), SIZE)
     assert worker.write(BLOCKS[1], lambda: payload_of(BLOCKS[1]), SIZE)
     assert not worker.write(BLOCKS[2], lambda: payload_of(BLOCKS[2]), SIZE)
-    assert worker.stats()["dropped"] == 1
+    assert worker.num_dropped == 1
     held.set()
 
 
@@ -131,7 +131,7 @@ def test_a_block_that_is_not_what_it_should_be_goes_and_the_next_store_is_asked(
     flaky.put(BLOCKS[1].key, [stored], "alice")
     assert load(worker) == ["disk"]
     assert flaky.contains_many([block.key for block in BLOCKS[:3]]) == [True, False, True]
-    assert worker.stats()["tiers"]["disk"]["counts"]["mismatch_checksum"] == 1
+    assert worker.states()["disk"].counts["mismatch_checksum"] == 1
     worker = start(flaky, FlakyStore("store"))
     write(worker, BLOCKS[:3])
     flaky.put(BLOCKS[0].key, [b"rubbish"], "alice")
@@ -146,7 +146,7 @@ def test_a_store_that_is_slower_than_computing_is_not_read(start, host, flaky):
     host.delete([block.key for block in BLOCKS])
     assert load(worker, compute_s=0.5) == []
     assert "get" not in flaky.calls
-    assert worker.stats()["tiers"]["disk"]["counts"]["too_slow"] == 1
+    assert worker.states()["disk"].counts["too_slow"] == 1
     assert load(worker, compute_s=2.0) == ["disk", "disk"]
     assert load(worker, compute_s=0.5) == ["host", "host"]
 
@@ -242,8 +242,8 @@ def test_statistics(start, host):
     worker = start(host)
     write(worker, BLOCKS[:2])
     worker._tiers["host"].usage()
-    stats = worker.stats()["tiers"]["host"]
-    assert (stats["blocks"], stats["capacity"], stats["open"]) == (2, 1 << 20, True)
-    assert stats["bytes"] > 2 * SIZE
-    assert stats["bytes_per_s"] == pytest.approx(1e9)
-    assert stats["counts"]["written"] == 2
+    state = worker.states()["host"]
+    assert (state.blocks, state.capacity, state.open) == (2, 1 << 20, True)
+    assert state.bytes > 2 * SIZE
+    assert state.bytes_per_s == pytest.approx(1e9)
+    assert state.counts["written"] == 2

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModelForCausalLM
 
-from runtime.calls import GetPins, RemovePin
+from runtime.calls import GetPins, PinView, RemovePin
 from runtime.engine.core import EngineCore
 from runtime.features.diffusion.ask import DiffusionParams
 from runtime.params import SamplingParams
@@ -79,7 +79,7 @@ class Prefix(Subject):
         return prompt
 
 
-def check_pins(world: World, pins: list[dict[str, Any]], prompt: Any, cached: int) -> None:
+def check_pins(world: World, pins: list[PinView], prompt: Any, cached: int) -> None:
     """What is pinned outlives a flush and a flood, serves a prompt, and leaves nothing once it is let go."""
     draw = random.Random(0)
     world.flush()
@@ -89,10 +89,10 @@ def check_pins(world: World, pins: list[dict[str, Any]], prompt: Any, cached: in
     world.one("pinned", prompt)
     world.check()
     assert world.cached("pinned") == cached
-    assert {pin["id"] for pin in call(world.core, GetPins())["pins"]} == {pin["id"] for pin in pins}
+    assert {pin.id for pin in call(world.core, GetPins()).pins} == {pin.id for pin in pins}
     for pin in pins:
-        assert call(world.core, RemovePin(pin["id"]))["found"]
-    assert world.flush()["live_tokens"] == 0
+        assert call(world.core, RemovePin(pin.id))
+    assert world.flush().live_tokens == 0
 
 
 class Hybrid(Prefix):

@@ -194,7 +194,7 @@ def test_a_pool_that_is_too_small_evicts_and_retracts(subject):
         world.ask(f"{i}", prompt, 40)
     world.run()
     assert (world.core.scheduler.num_retracted > 0) == subject.grows
-    assert world.core.state()["evicted_tokens_by_cause"]["room"]
+    assert world.core.state().labelled["evicted_tokens_by_cause"]["room"]
     world.check(40)
 
 
@@ -354,7 +354,7 @@ def test_an_erased_tenant_leaves_nothing(subject):
     world, (prompt, other) = World(subject, page_size=4), some(subject, 2)
     for tenant in ("a", "b"):
         world.one(tenant, prompt, namespace=Namespace(tenant))
-    assert call(world.core, EraseTenant("a"))["erased_tokens"] > 0
+    assert call(world.core, EraseTenant("a")).erased_tokens > 0
     assert world.tenants() == {"b"}
     world.one("again", prompt, namespace=TENANT)
     world.one("kept", prompt, namespace=Namespace("b"))
@@ -395,9 +395,9 @@ def test_operators_see_requests_in_all_their_steps(subject):
     world, (prompt,) = World(subject, **SMALL), some(subject, 1)
     world.ask("a", prompt)
     while world.core.busy:
-        (shown,) = call(world.core, GetRequests(9))["requests"]
-        assert shown["prompt_tokens"] == subject.size(prompt)
-        assert shown["output_tokens"] == len(world.tokens["a"])
-        assert shown["computed_tokens"] >= 0
-        assert shown["max_tokens"] == NEW
+        (shown,) = call(world.core, GetRequests(9))
+        assert shown.prompt_tokens == subject.size(prompt)
+        assert shown.output_tokens == len(world.tokens["a"])
+        assert shown.computed_tokens >= 0
+        assert shown.max_tokens == NEW
         world.step()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from radix import Namespace
-from runtime.calls import EraseTenant, FlushCache, GetPins, GetTree, OnNode, RemovePin
+from runtime.calls import EraseTenant, FlushCache, GetPins, GetTree, PinNode, RemovePin
 from runtime.features.diffusion.bicache.encodings import encoding_of
 from runtime.features.diffusion.published import read_spec
 from runtime.reuse.build import build
@@ -249,8 +249,8 @@ def test_pins_and_quotas_see_encodings(deep_dir):
     key = array("i", PREFIX).tobytes()
     assert driver.pin(PREFIX) is None, "it is encoded first"
     driver.run()
-    pin = driver.answer()["pin"]
-    assert pin["tokens"] == 48
+    (pin,) = driver.answer()
+    assert pin.tokens == 48
     assert core.totals()["encoded_prefixes"] == 1
     assert core.totals()["denoise_steps"] == 0
     for i in range(8):
@@ -259,27 +259,27 @@ def test_pins_and_quotas_see_encodings(deep_dir):
     assert core.state()["evicted_tokens"] > 0
     namespace = encoding_of(key, Namespace())
     assert len(core.cache.tree.match(key, namespace).pages) == 3, "pinned"
-    assert call(core, GetPins())["pinned_tokens"] == 48
+    assert call(core, GetPins()).pinned_tokens == 48
     node = core.cache.tree.match(key[: 32 * 4], namespace).node
-    again = call(core, OnNode("pin", node.pages[0], 0))["pin"]
-    assert again["tokens"] == 48, "the node's own path, not an encoding of its own"
-    assert core.cache.pins.pins[again["id"]].node.namespace == namespace
-    assert call(core, RemovePin(again["id"])) == {"found": True}
-    assert call(core, RemovePin(pin["id"])) == {"found": True}
+    again = call(core, PinNode(node.pages[0], 0))
+    assert again.tokens == 48, "the node's own path, not an encoding of its own"
+    assert core.cache.pins.pins[again.id].node.namespace == namespace
+    assert call(core, RemovePin(again.id))
+    assert call(core, RemovePin(pin.id))
     tenant = DenoiseDriver(make_core(deep_dir, tenant_quota=4, hold_time="900"))
     for i in range(4):
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace("t"))
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace("u"))
-    assert tenant.core.state()["evicted_tokens_by_cause"]["quota"] > 0
+    assert tenant.core.state().labelled["evicted_tokens_by_cause"]["quota"] > 0
     assert tenant.core.cache.tree.num_pages == 8
     for i in range(4):
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace(salt="s"))
     assert tenant.core.cache.tree.quotas.pages(Namespace(salt="s")) == 4, "nobody is named: the salt is the tenant"
     assert tenant.core.cache.tree.num_pages == tenant.core.state()["pages_held"] == 12
-    shown = call(tenant.core, GetTree(tenant="t"))["nodes"]
+    shown = call(tenant.core, GetTree(tenant="t")).nodes
     version = tenant.core.strategies.default.table.version
     meta = {"encoded_tokens": 32, "depth_table": version, "depths": {"0": 1}, "similarity": {}}
-    assert [node["meta"] for node in shown] == [meta, meta]
+    assert [node.meta for node in shown] == [meta, meta]
 
 
 def test_a_pin_of_what_is_being_encoded_waits_for_it(deep_dir):
@@ -299,7 +299,8 @@ def test_a_pin_of_what_is_being_encoded_waits_for_it(deep_dir):
             driver.flush()
         driver.run()
         for number in [1] + [2] * (first == "pin"):
-            assert call(core, RemovePin(driver.answer(number)["pin"]["id"])) == {"found": True}
+            (pin,) = driver.answer(number)
+            assert call(core, RemovePin(pin.id))
 
 
 @pytest.mark.parametrize(
