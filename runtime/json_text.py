@@ -26,7 +26,9 @@ _CONSTANTS = {"enum", "const", "default", "examples"}
 _NODES = b"[{:.eE"
 _NO_MARKS = bytes(set(range(256)) - set(b'"]},' + _NODES))
 _SHORT = 1 << 12
-_FEW, _STRINGS = 1 << 12, 1 << 10
+_FEW = 1 << 12
+# In texts longer than the first, the second number of strings is left out one by one.
+_LONG, _STRINGS = 1 << 18, 1 << 10
 # Found in one pass, faster than by `in`: what may be a surrogate's escape, and escapes after which marks may be missed.
 _SURROGATE, _MISLEADING = re.compile(rb"\\u[dD]"), re.compile(rb'\\[\\"]')
 # The escape of a lone surrogate, in a text without escaped backslashes.
@@ -142,7 +144,7 @@ def _without_escapes(text: bytes) -> bytes:
 def _outside_strings(text: bytes) -> np.ndarray:
     """The structural bytes (brackets, colons, commas, number marks) of JSON text without escapes, uint8."""
     outside, at = [], 0
-    for _ in range(_STRINGS):  # leaves out the first strings, which are most of a body with long ones
+    for _ in range(_STRINGS if len(text) > _LONG else 0):  # the first strings are most of a body with long ones
         start = text.find(b'"', at)
         end = text.find(b'"', start + 1)
         if min(start, end) < 0:

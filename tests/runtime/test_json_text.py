@@ -44,6 +44,7 @@ def test_every_bound_is_met_exactly(value, ascii_only, few):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_text, "_SHORT", 0)
         patch.setattr(json_text, "_FEW", few)
+        patch.setattr(json_text, "_LONG", 0)
         patch.setattr(json_text, "_STRINGS", few)
         for name, count in (("NODES", nodes(value)), ("VALUES", commas(value) + 1), ("DEPTH", depth(value))):
             patch.setattr(json_text, f"MAX_{name}", count)
