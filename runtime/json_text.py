@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
+from pydantic_core import from_json
 
 from runtime.errors import InvalidRequest
 
@@ -26,6 +27,8 @@ _NODES = b"[{:.eE"
 _NO_MARKS = bytes(set(range(256)) - set(b'"]},' + _NODES))
 _SHORT = 1 << 12
 _FEW = 1 << 12
+# In texts longer than the first, the second number of strings is left out one by one.
+_LONG, _STRINGS = 1 << 18, 1 << 10
 # Found in one pass, faster than by `in`: what may be a surrogate's escape, and escapes after which marks may be missed.
 _SURROGATE, _MISLEADING = re.compile(rb"\\u[dD]"), re.compile(rb'\\[\\"]')
 # The escape of a lone surrogate, in a text without escaped backslashes.
@@ -45,9 +48,17 @@ def parse_json(text: str) -> Any:
     return value
 
 
+def read_json(text: bytes) -> Any:
+    """As `json.loads`, in less time: long strings of UTF-8 take a tenth. Raises its errors."""
+    try:
+        return from_json(text, allow_inf_nan=False, cache_strings="none")
+    except ValueError:  # this reader takes no NaN and no lone surrogate; its errors name no place
+        return json.loads(text)
+
+
 def mend_surrogates(text: bytes) -> bytes:
     """JSON text with U+FFFD in place of each lone surrogate, which is no Unicode: a client may have cut a character."""
-    if not _SURROGATE.search(text) or _BACKSLASH in text:
+    if b"\\" not in text or not _SURROGATE.search(text) or _BACKSLASH in text:
         return text
     return _LONE.sub(rb"\\ufffd", text.replace(rb"\\", _BACKSLASH)).replace(_BACKSLASH, rb"\\")
 
@@ -124,13 +135,23 @@ def check_texts(texts: Iterable[str]) -> None:
 
 def _without_escapes(text: bytes) -> bytes:
     """JSON text without escaped quotation marks, so that every remaining one begins or ends a string."""
+    if b"\\" not in text:
+        return text
     short, count = _MISLEADING.subn(b"", text, _FEW)
     return short if count < _FEW else text.replace(b"\\\\", b"").replace(b'\\"', b"")
 
 
 def _outside_strings(text: bytes) -> np.ndarray:
     """The structural bytes (brackets, colons, commas, number marks) of JSON text without escapes, uint8."""
-    marks = np.frombuffer(text.translate(None, _NO_MARKS), dtype=np.uint8)
+    outside, at = [], 0
+    for _ in range(_STRINGS if len(text) > _LONG else 0):  # the first strings are most of a body with long ones
+        start = text.find(b'"', at)
+        end = text.find(b'"', start + 1)
+        if min(start, end) < 0:
+            break
+        outside.append(text[at:start])
+        at = end + 1
+    marks = np.frombuffer(b"".join((*outside, text[at:])).translate(None, _NO_MARKS), dtype=np.uint8)
     return marks[np.cumsum(marks == ord('"'), dtype=np.uint8) & 1 == 0]
 
 

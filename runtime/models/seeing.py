@@ -1,9 +1,11 @@
 """Models that see: their configurations describe a vision tower beside a decoder, which `DecoderSpec` reads alone."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 from runtime.errors import ModelError
-from runtime.models.config_json import Unsupported
+from runtime.models.config_json import Unsupported, architecture_of, read_json
 from runtime.models.families import SEEING
 
 _FAMILIES = {
@@ -43,7 +45,9 @@ def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         raise Unsupported(f"the decoder of {architecture} is of type {kind!r}; supported are {', '.join(_FAMILIES)}")
     # These fields of the whole model count for its decoder, too.
     is_tied = text.get("tie_word_embeddings", SEEING[architecture].tied)
-    outer = {"tie_word_embeddings": config.get("tie_word_embeddings", is_tied)}
+    # Files of these decoders from before transformers 5 have it in the text's section, beside a false of the whole.
+    ties = config.get("tie_word_embeddings", is_tied) or (family == "Qwen2" and is_tied)
+    outer = {"tie_word_embeddings": ties}
     outer |= {name: config[name] for name in ("quantization_config", "eos_token_id") if config.get(name) is not None}
     defaults = _GEMMA3 if family == "Gemma3" else _QWEN2 if family == "Qwen2" else {}
     return {**defaults, **text, **outer, "architectures": [f"{family}ForCausalLM"]}
@@ -67,3 +71,16 @@ def stored_prefix(name: str, architecture: str) -> str:
     """The name in the checkpoint of a tensor of the decoder."""
     names = SEEING[architecture]
     return names.model + name.removeprefix("model.") if name.startswith("model.") else names.head + name
+
+
+def describe_sight(directory: Path) -> bytes:
+    """What the KV of images depends on besides the weights and the decoder; empty: the model does not see.
+
+    Raises ModelError.
+    """
+    config = read_json(directory / "config.json")
+    if architecture_of(config) not in SEEING:
+        return b""
+    files = (directory / name for name in ("preprocessor_config.json", "processor_config.json"))
+    others = [read_json(file) for file in files if file.exists()]
+    return json.dumps([config | {"text_config": None}, *others], sort_keys=True).encode()

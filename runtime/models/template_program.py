@@ -84,7 +84,8 @@ def read_frame(file: IO[bytes]) -> bytes:
 
 def write_frame(file: IO[bytes], data: bytes) -> None:
     """Write a message."""
-    file.write(struct.pack("<I", len(data)) + data)
+    file.write(struct.pack("<I", len(data)))
+    file.write(data)
     file.flush()
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.routing import APIRoute
@@ -25,6 +25,7 @@ from radix import Namespace
 from runtime.errors import InvalidRequest
 from server.auth.secret import LEAST_CHARACTERS, installation_secret
 from server.errors import BadKeys, Forbidden, Unauthorized
+from server.json_requests import JsonRoute
 
 ENVIRONMENT = "RAMET_API_KEYS"
 # Routes without a key: health probes, and static pages that load their data from routes with a key.
@@ -148,6 +149,9 @@ def read_keys(path: Path | None, environment: str | None = None) -> list[Tenant]
 
 class EveryKey(APIRouter):
     """A router whose routes accept every key. Routes of a plain APIRouter need an admin's key."""
+
+    def __init__(self, **options: Any):
+        super().__init__(route_class=JsonRoute, **options)
 
 
 class Guard:

@@ -44,7 +44,7 @@ class AdmissionMiddleware:
             body = await self.limit.read(receive)
             if body is None:
                 return
-            body = self.limit.checked(body, headers) if self.is_route(scope["path"]) else b""
+            body = await self.limit.checked(body, headers) if self.is_route(scope["path"]) else b""
         except RametError as error:
             await self._refuse(error, scope, receive, send, unread=body is None and _announces_body(headers))
             return

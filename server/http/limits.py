@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope
 from runtime.errors import DeadlineExceeded, InvalidRequest
 from runtime.json_text import check_shape, mend_surrogates
 from server.errors import BodyTooLarge, UnsupportedMediaType
+from server.json_requests import pause
 
 JSON = b"application/json"
 # The most bytes of a body.
@@ -49,18 +50,21 @@ class BodyLimit:
                     if size > MOST_BYTES:
                         raise _too_large()
                     if not message.get("more_body"):
-                        return b"".join(chunks)
+                        break
         except TimeoutError:
             raise DeadlineExceeded("the body did not arrive in time") from None
+        return b"".join(chunks)
 
-    def checked(self, body: bytes, headers: dict[bytes, bytes]) -> bytes:
+    async def checked(self, body: bytes, headers: dict[bytes, bytes]) -> bytes:
         """The body without lone surrogates, if it may be parsed. Raises UnsupportedMediaType or InvalidRequest."""
         kind = headers.get(b"content-type", JSON).split(b";")[0].strip().lower()
         if body and kind != JSON and not kind.endswith(b"+json"):
             raise UnsupportedMediaType("the body must be JSON: send the header Content-Type: application/json")
         if body and headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
             raise UnsupportedMediaType("the body must not be compressed")
-        return check_body(body)
+        _check(body)
+        await pause(body)
+        return mend_surrogates(body)
 
 
 def check_body(body: bytes) -> bytes:
@@ -69,13 +73,17 @@ def check_body(body: bytes) -> bytes:
     Raises:
         BodyTooLarge, InvalidRequest: if it may not be parsed.
     """
+    _check(body)
+    return mend_surrogates(body)
+
+
+def _check(body: bytes) -> None:
     if len(body) > MOST_BYTES:
         raise _too_large()
     try:
         check_shape(body)
     except ValueError as error:
         raise InvalidRequest(f"the body has {error}") from None
-    return mend_surrogates(body)
 
 
 def _too_large() -> BodyTooLarge:

@@ -225,8 +225,10 @@ class NativeDecoder:
             several = (c.HiddenRowsStruct * len(given))()
             for to, one in zip(several, given, strict=True):
                 # Not `pointer`, which may copy: the kernel writes into the caller's tensor.
-                assert one.states.dtype == torch.float32
-                assert one.states.is_contiguous()
+                shape = (len(one.rows), self.spec.hidden_size)
+                if one.states.shape != shape or one.states.dtype != torch.float32 or not one.states.is_contiguous():
+                    found = f"{one.states.dtype} {(*one.states.shape,)}"
+                    raise ValueError(f"hidden states must be contiguous float32 {shape}, not {found}")
                 to.rows, to.num_rows, to.states = pointer(one.rows), len(one.rows), one.states.data_ptr()
                 to.adds = one.adds
             kept.append(several)

@@ -81,7 +81,7 @@ class ImageRows:
             rows.append(places[wanted] - first)
             states.append(self.held[key][torch.from_numpy(wanted)])
         places = np.concatenate(rows)
-        return [(places, one.contiguous()) for one in torch.cat(states).chunk(1 + self._states.rules.added, 1)]
+        return [(places, one.contiguous()) for one in torch.cat(states).float().chunk(1 + self._states.rules.added, 1)]
 
     def axes(self, first: int, stop: int) -> np.ndarray | None:
         if first >= self.stop or not self._states.rules.has_axes:

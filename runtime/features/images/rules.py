@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import msgspec
 
@@ -35,7 +35,15 @@ _FAMILIES = {
     "Qwen3VLForConditionalGeneration": "qwen_vl",
     "Qwen3_5ForConditionalGeneration": "qwen_vl",
 }
+# Pillow's filters.
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
+# Means and deviations of the channels.
+CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_HALVES = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
+
+
+Levels = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class Rules(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +74,13 @@ class Rules(msgspec.Struct, frozen=True, tag=True):
     std: tuple[float, ...]
     image: str
     row: int
+
+    @classmethod
+    def of(cls, found: dict[str, Any], resample: int, levels: Levels = _HALVES, **own: Any) -> Self:
+        """Rules of the fields of an image processor; `resample`, `levels`: where it has none. `own`: other fields."""
+        mean, std = (tuple(found.get(f"image_{name}", one)) for name, one in zip(("mean", "std"), levels, strict=True))
+        filter_, rescale = found.get("resample", resample), found.get("rescale_factor", 1 / 255)
+        return cls(resample=filter_, rescale=rescale, mean=mean, std=std, **own)
 
     @property
     def written(self) -> str:
@@ -116,9 +131,12 @@ def load_rules(directory: Path) -> Rules | None:
     config = read_json(directory / "config.json")
     if (architecture := architecture_of(config)) not in SEEING:
         return None
-    if architecture == "Qwen3_5ForConditionalGeneration" and not _has_processor(directory):
-        return None  # its decoder alone
-    found = _processor(directory)
+    if (found := _processor(directory)) is None:
+        if architecture == "Qwen3_5ForConditionalGeneration":
+            return None  # its decoder alone
+        raise ModelError(
+            f"{directory} has no preprocessor_config.json, and no image_processor in processor_config.json"
+        )
     if wrong := [name for name, value in _FIXED.items() if found.get(name, value) is not value]:
         raise ModelError(f"the model's image processor has {wrong[0]} {found[wrong[0]]!r}, which is not supported")
     try:
@@ -172,18 +190,9 @@ def tokens_of(digest: bytes, rows: int) -> array[int]:
     return array("i", [min(one | -(1 << 31), -2) for one in bits])  # -1 pads pages
 
 
-def _has_processor(directory: Path) -> bool:
-    return any((directory / name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
-
-
-def _processor(directory: Path) -> dict[str, Any]:
-    """The fields of a model's image processor, from the file of old or of new versions. Raises ModelError."""
-    path = directory / "preprocessor_config.json"
-    if path.exists():
-        return read_json(path)
-    found = read_json(directory / "processor_config.json").get("image_processor")
-    if not isinstance(found, dict):
-        raise ModelError(
-            f"{directory} has no preprocessor_config.json, and no image_processor in processor_config.json"
-        )
-    return found
+def _processor(directory: Path) -> dict[str, Any] | None:
+    """The fields of a model's image processor, from the file of old or of new versions; None: it has none."""
+    old, new = (directory / name for name in ("preprocessor_config.json", "processor_config.json"))
+    found = read_json(old) if old.exists() else read_json(new).get("image_processor") if new.exists() else None
+    # Null is what a class has by itself.
+    return {name: value for name, value in found.items() if value is not None} if isinstance(found, dict) else None

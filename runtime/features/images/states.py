@@ -50,7 +50,7 @@ class States:
             return self._kept.get(key)
 
     def compute(self, key: Key, file: bytes, tile: int) -> torch.Tensor:
-        """The states float32 [rows, hidden] of a tile of an image, by its index. Raises InvalidRequest."""
+        """The states [rows, hidden] of a tile of an image, by its index. Raises InvalidRequest."""
         if (states := self.get(key)) is None:
             image, erased = (key[0], file), self._erased
             decoded = self._once(

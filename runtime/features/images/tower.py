@@ -31,6 +31,7 @@ class Tower:
         config = getattr(transformers, architecture).config_class.from_pretrained(directory, local_files_only=True)
         if getattr(config, "vision_feature_layer", -1) != -1:
             raise ModelError(f"the model takes layer {config.vision_feature_layer} of its tower; supported is the last")
+        self._width = config.get_text_config().hidden_size * (1 + rules.added)
         module = importlib.import_module(f"transformers.models.{code.name}.modeling_{code.name}")
         tower = getattr(module, code.tower)._from_config if code.tower else transformers.AutoModel.from_config
         with torch.random.fork_rng([]):  # no device: weights are drawn on the host
@@ -49,9 +50,10 @@ class Tower:
 
     @torch.inference_mode()
     def states(self, tile: bytes, size: tuple[int, ...]) -> torch.Tensor:
-        """States float32 [rows, hidden], on the CPU, of a uint8 tile [height, width, 3]; `size`: see `Rules.tiles`.
+        """States [rows, hidden], on the CPU in the tower's type, of a uint8 tile [height, width, 3].
 
-        Beside the state of each row are `Rules.added` further ones. On a GPU, steps do not wait for them.
+        Beside the state of each row are `Rules.added` further ones. On a GPU, steps do not wait for them. `size`: see
+        `Rules.tiles`. Raises ModelError if the tower gives others.
         """
         with self._side.behind_steps():
             return self._states(tile, size)
@@ -71,9 +73,9 @@ class Tower:
             states = self._connector(self._tower(given, image_sizes=heights).last_hidden_state[0], heights)
         else:
             (states,) = self._connector(self._tower(given).last_hidden_state)
-        if len(states) != self._rules.rows(*size):
-            raise ModelError(f"the model's tower gives {len(states)} rows of a tile, not {self._rules.rows(*size)}")
-        return states.float().cpu()
+        if (*states.shape,) != (shape := (self._rules.rows(*size), self._width)):
+            raise ModelError(f"the model's tower gives {(*states.shape,)} rows and numbers of a tile, not {shape}")
+        return states.to("cpu", self._dtype)
 
     def _crops(self, image: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
         """The states [rows, hidden] of one crop, or of a grid of crops without its padding."""

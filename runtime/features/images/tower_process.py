@@ -42,7 +42,7 @@ class _Tile(msgspec.Struct):
 
 
 class _States(msgspec.Struct):
-    """States float32 [rows, hidden], or why there are none."""
+    """States [rows, hidden] in the tower's type, or why there are none."""
 
     states: bytes = b""
     rows: int = 0
@@ -53,6 +53,7 @@ class TowerProcess:
     """A `Tower` on the CPU, in a process. Thread-safe. A process that has ended is started again."""
 
     def __init__(self, opening: _Opening):
+        self._dtype = getattr(torch, opening.dtype)
         self._pool = ProcessPool("see images", ["-m", __name__, msgspec.json.encode(opening).decode()], read_frame)
         self._lock = threading.Lock()
         atexit.register(self._pool.close)
@@ -67,7 +68,7 @@ class TowerProcess:
     def states(self, tile: bytes, size: tuple[int, ...]) -> torch.Tensor:
         """See `Tower.states`. Raises RametError."""
         found = self._ask(_Tile(tile, size))
-        return torch.frombuffer(bytearray(found.states), dtype=torch.float32).view(found.rows, -1)
+        return torch.frombuffer(bytearray(found.states), dtype=self._dtype).view(found.rows, -1)
 
     def _ask(self, tile: _Tile) -> _States:
         data = msgspec.msgpack.encode(tile)
@@ -115,7 +116,7 @@ def _answer(opening: _Opening, towers: list[Tower], order: bytes) -> _States:
         if tile.size == (0, 0):
             return _States()
         states = towers[0].states(tile.pixels, tile.size)
-        return _States(states.numpy().tobytes(), len(states))
+        return _States(states.contiguous().view(torch.uint8).numpy().tobytes(), len(states))
     except Exception as error:  # of torch as well
         return _States(error=error.message if isinstance(error, RametError) else f"the vision tower failed: {error}")
 

@@ -12,6 +12,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from xxhash import xxh3_128
 
 from radix import Namespace
@@ -97,11 +98,13 @@ class Format:
     Args:
         fingerprint: `Fingerprint.digest()`.
         cipher: None: no encryption.
+        sight: what the rows of images depend on besides, see `describe_sight`. Blocks of text alone do not.
     """
 
-    def __init__(self, fingerprint: bytes = b"", cipher: KeyFile | None = None):
+    def __init__(self, fingerprint: bytes = b"", cipher: KeyFile | None = None, sight: bytes = b""):
         self.fingerprint = fingerprint
         self.cipher = cipher
+        self._sight = sight
 
     @property
     def _secret(self) -> bytes:
@@ -109,7 +112,8 @@ class Format:
 
     def key(self, parent: BlockKey, namespace: Namespace, tokens: bytes) -> BlockKey:
         """The key of the block that follows `parent`; `ROOT` is the parent of a namespace's first block."""
-        return _digest(self._secret, parent, namespace.to_bytes(), tokens)
+        seen = self._sight and np.frombuffer(tokens, "<i4").min(initial=0) < -1  # -1 pads pages
+        return _digest(self._secret, parent, namespace.to_bytes(), tokens, *([self._sight] if seen else []))
 
     def chain(self, namespace: Namespace, tokens: bytes, block_bytes: int, parent: BlockKey = ROOT) -> Iterator[Block]:
         """The whole blocks of tokens that follow `parent`; `block_bytes`: bytes of a block's tokens."""

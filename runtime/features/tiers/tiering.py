@@ -31,6 +31,7 @@ from runtime.features.tiers.store import BlockStore
 from runtime.features.tiers.tiers import CLOSE_S, Tiers
 from runtime.features.tiers.worker import TierWorker
 from runtime.kv.segments import Run
+from runtime.models.seeing import describe_sight
 from runtime.models.weights import digest_weights
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request, Work
@@ -63,7 +64,8 @@ class Tiering(Part):
     def __init__(self, core: EngineCore, cipher: KeyFile | None, stores: list[BlockStore]):
         self._core = core
         self.idle_s = None if core.cache.events is None else _IDLE_WITH_EVENTS_S
-        form = Format(_fingerprint(core.config, core.executor, Path(core.info.path)), cipher)
+        path = Path(core.info.path)
+        form = Format(_fingerprint(core.config, core.executor, path), cipher, describe_sight(path))
         self.tiers = Tiers(core.cache, TierWorker(form, stores))
         disk = next((store for store in stores if isinstance(store, FileStore) and store.name == "disk"), None)
         self._resume = None if disk is None else Resume(disk.directory, form)
@@ -223,7 +225,7 @@ def open_tiers(config: TierConfig) -> tuple[KeyFile | None, list[BlockStore]]:
 
 
 def _fingerprint(config: Config, executor: Executor, model: Path) -> bytes:
-    """16 bytes: a digest of everything that a block's KV depends on, except tokens and namespace."""
+    """16 bytes: a digest of everything that a block's KV depends on, except tokens, namespace and sight."""
     spec = executor.spec
     layers, _, heads, head_dim = executor.pool.k.shape
     fingerprint = Fingerprint(

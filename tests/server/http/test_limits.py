@@ -1,9 +1,13 @@
 """Limits on bodies, on ASGI messages without a server."""
 
 import asyncio
+import json
+from typing import Annotated
 
 import pytest
+from fastapi import Body, FastAPI, Request
 
+from server.auth.keys import EveryKey
 from server.http import admission, limits
 
 LIMIT = 1000
@@ -171,3 +175,43 @@ def test_what_is_no_request_passes():
 
     asyncio.run(wrap(app)({"type": "lifespan"}, "receive", "send"))
     assert passed == [({"type": "lifespan"}, "receive", "send")]
+
+
+def test_others_go_on_while_a_long_body_is_read(monkeypatch):
+    """Between two passes over it, and not between those over a short one."""
+    for module in (limits, admission):
+        monkeypatch.setattr(module, "MOST_BYTES", 1 << 20)
+    app = FastAPI()
+    router = EveryKey()
+    turns, seen = [], []
+
+    @router.post("/x")
+    async def read(request: Request, body: Annotated[list[str], Body()]):
+        seen.append((len(turns), len(body[0])))
+
+    app.include_router(router)
+
+    async def ask(size):
+        messages = [{"type": "http.request", "body": json.dumps(["x" * size]).encode(), "more_body": False}]
+
+        async def receive():
+            return messages.pop()
+
+        async def send(message):
+            pass
+
+        async def others():
+            while True:
+                turns.append(None)
+                await asyncio.sleep(0)
+
+        scope = {"type": "http", "method": "POST", "path": "/x", "headers": [], "query_string": b"", "client": ("", 1)}
+        task = asyncio.create_task(others())
+        await wrap(app)(scope, receive, send)
+        task.cancel()
+
+    for size in (10, 1 << 19):
+        turns.clear()
+        asyncio.run(ask(size))
+    assert [length for _, length in seen] == [10, 1 << 19]
+    assert seen[1][0] >= seen[0][0] + 2

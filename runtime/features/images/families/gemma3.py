@@ -6,7 +6,7 @@ import math
 from typing import Any, ClassVar
 
 from runtime.errors import ModelError
-from runtime.features.images.rules import Rules, TowerCode
+from runtime.features.images.rules import BILINEAR, Rules, TowerCode
 from runtime.models.config_json import positive_size
 
 # Most rows that see each other: a step computes them together, also in layers with a window (`runtime.kv.near`).
@@ -47,12 +47,10 @@ def read(config: dict[str, Any], found: dict[str, Any]) -> WholeRules:
         raise ModelError(
             f"the model has {rows} rows for an image of {found['size']}; supported are squares of at most {MOST_MUTUAL}"
         )
-    return WholeRules(
+    return WholeRules.of(
+        found,
+        BILINEAR,
         longest=edge,
-        resample=found.get("resample", 2),
-        rescale=found.get("rescale_factor", 1 / 255),
-        mean=tuple(found.get("image_mean", (0.5, 0.5, 0.5))),
-        std=tuple(found.get("image_std", (0.5, 0.5, 0.5))),
         image="<image_soft_token>",
         row=edge // math.isqrt(rows),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.features.images.rules import Rules, TowerCode, up
+from runtime.features.images.rules import LANCZOS, Rules, TowerCode, up
 from runtime.models.config_json import positive_size
 
 # Longest edge of an image after its first resizing, whatever the model's files say.
@@ -70,12 +70,10 @@ RULES = SquareRules
 
 def read(config: dict[str, Any], found: dict[str, Any]) -> SquareRules:
     patch = positive_size(config["vision_config"], "patch_size", 32)
-    return SquareRules(
+    return SquareRules.of(
+        found,
+        LANCZOS,
         longest=found["size"]["longest_edge"],
-        resample=found.get("resample", 1),
-        rescale=found.get("rescale_factor", 1 / 255),
-        mean=tuple(found.get("image_mean", (0.5, 0.5, 0.5))),
-        std=tuple(found.get("image_std", (0.5, 0.5, 0.5))),
         image="<image>",
         tile=found["max_image_size"]["longest_edge"],
         splits=found.get("do_image_splitting", True),
@@ -83,22 +81,15 @@ def read(config: dict[str, Any], found: dict[str, Any]) -> SquareRules:
     )
 
 
-def _fitted(width: int, height: int, longest: int) -> tuple[int, int]:
-    """A size with the longest edge given, and the other even."""
+def _fitted(width: int, height: int, longest: int, unit: int = 2) -> tuple[int, int]:
+    """A size with the longest edge given, and the other a multiple of `unit`."""
     ratio = width / height
     if width >= height:
-        width, height = longest, int(longest / ratio)
-        height += height % 2
+        width, height = longest, up(int(longest / ratio), unit)
     else:
-        width, height = int(longest * ratio), longest
-        width += width % 2
+        width, height = up(int(longest * ratio), unit), longest
     return max(width, 1), max(height, 1)
 
 
 def _bounded(width: int, height: int) -> tuple[int, int]:
-    ratio = width / height
-    if width >= height and width > _LONGEST:
-        width, height = _LONGEST, int(_LONGEST / ratio)
-    elif height > width and height > _LONGEST:
-        width, height = int(_LONGEST * ratio), _LONGEST
-    return max(width, 1), max(height, 1)
+    return _fitted(width, height, _LONGEST, 1) if max(width, height) > _LONGEST else (width, height)

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from runtime.errors import ModelError
-from runtime.features.images.rules import Rules, TowerCode
+from runtime.features.images.rules import BICUBIC, CLIP, Rules, TowerCode
 from runtime.models.config_json import positive_size
 
 TOWERS = {
@@ -91,12 +91,11 @@ def read(config: dict[str, Any], found: dict[str, Any]) -> CropRules:
         raise ModelError(f"the model has vision_feature_select_strategy {strategy!r}, which is not supported")
     edge = found["size"]["height"]
     grids = found.get("image_grid_pinpoints") or config["image_grid_pinpoints"]
-    return CropRules(
+    return CropRules.of(
+        found,
+        BICUBIC,
+        CLIP,
         longest=edge,
-        resample=found.get("resample", 3),
-        rescale=found.get("rescale_factor", 1 / 255),
-        mean=tuple(found["image_mean"]),
-        std=tuple(found["image_std"]),
         image="<image>",
         row=positive_size(config["vision_config"], "patch_size", 14),
         grids=tuple((width, height) for height, width in grids),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from runtime.features.images.rules import Rules, TowerCode, up
+from runtime.features.images.rules import BICUBIC, CLIP, Rules, TowerCode, up
 from runtime.models.config_json import positive_size
 
 TOWERS = {
@@ -42,12 +42,11 @@ RULES = LineRules
 
 def read(config: dict[str, Any], found: dict[str, Any]) -> LineRules:
     patch = positive_size(config["vision_config"], "patch_size", 16)
-    return LineRules(
+    return LineRules.of(
+        found,
+        BICUBIC,
+        CLIP,
         longest=found["size"]["longest_edge"],
-        resample=found.get("resample", 3),
-        rescale=found.get("rescale_factor", 1 / 255),
-        mean=tuple(found["image_mean"]),
-        std=tuple(found["image_std"]),
         image="[IMG]",
         row=patch * positive_size(config, "spatial_merge_size", 2),
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from runtime.features.images.rules import Rules, TowerCode, up
+from runtime.features.images.rules import BICUBIC, CLIP, Rules, TowerCode, up
 from runtime.models.config_json import architecture_of, positive_size
 
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 TOWERS = {
     "Qwen2_5_VLForConditionalGeneration": TowerCode(
         "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "", ("visual.", "")
@@ -58,12 +57,11 @@ def read(config: dict[str, Any], found: dict[str, Any]) -> GridRules:
     size = found.get("size") or {}
     is_deep = architecture_of(config) == "Qwen3VLForConditionalGeneration"
     merge = positive_size(config["vision_config"], "spatial_merge_size", 2)
-    return GridRules(
+    return GridRules.of(
+        found,
+        BICUBIC,
+        CLIP,
         longest=0,
-        resample=found.get("resample", 3),
-        rescale=found.get("rescale_factor", 1 / 255),
-        mean=tuple(found.get("image_mean", _CLIP_MEAN)),
-        std=tuple(found.get("image_std", _CLIP_STD)),
         image="<|image_pad|>",
         row=merge * positive_size(config["vision_config"], "patch_size", 14),
         least=found.get("min_pixels") or size.get("shortest_edge", 56 * 56),

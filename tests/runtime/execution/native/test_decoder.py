@@ -140,6 +140,17 @@ def test_experts_and_sinks(library, experts_dir, make_batch):
     assert _distance(pools[1].k, pools[0].k) < 1e-5
 
 
+def test_given_states_of_another_shape_are_refused(library, experts_dir):
+    """The kernels would read beyond their end."""
+    model = make_model(experts_dir, torch.float32)
+    native, hidden = NativeDecoder(library, model, make_pool(model.spec, torch.float32), 2), model.spec.hidden_size
+    for given in (torch.ones(1, 8), torch.ones(2, hidden), torch.ones(hidden), torch.ones(1, hidden).double()):
+        batch = mixed_batch(model.spec.num_layers)
+        batch.groups[0].load = [HiddenRows(torch.tensor([3]), given)]
+        with pytest.raises(ValueError, match=r"must be contiguous float32 \(1, 32\), not torch"):
+            native.forward(batch)
+
+
 def make_adapter(spec, digest, rank):
     """A random adapter of every linear layer but those of keys, in values that bfloat16 holds exactly."""
     torch.manual_seed(rank)

@@ -1,5 +1,6 @@
 """Greedy output of prompts with images is token-identical to transformers in float32, whatever the cache does."""
 
+import json
 import shutil
 from array import array
 
@@ -20,10 +21,12 @@ from tests.runtime.features.images.prompts import (
     answers_of_a_batch,
     asked_of,
     check_evicted_and_retracted,
+    encode,
     send,
     tiles,
 )
 from tests.runtime.features.images.seeing import CropsReference, LinesReference, Reference, save_seeing
+from tests.runtime.features.tiers.engines import always
 
 
 @pytest.fixture(scope="module", params=[("mistral3", LinesReference, 1), ("llava_onevision", CropsReference, 2)])
@@ -98,6 +101,31 @@ def test_restored_from_a_disk_after_a_restart(seeing_dir, tmp_path, encoded, exp
     read = [(tokens, asked, again.cached(f"r{i}")) for i, (tokens, asked) in enumerate(encoded[:2])]
     behind = {(*tokens[run.start : run.stop],) for tokens, asked, end in read for run in asked.runs if run.stop > end}
     assert tiles(again) <= len(behind), "what the disk has needs no tower"
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "config.json"])
+def test_a_disk_has_no_images_of_one_that_sees_otherwise(seeing_dir, seeing, sight, tmp_path, encoded, expected, file):
+    """With the same weights. Prompts of text alone are still read from there."""
+    options = {"disk_cache": str(tmp_path / "kv"), "page_size": 4}
+    text = "Name three colours, and " + "one more, and " * 20
+    prompts, said = [encoded[0], encode(sight, seeing, text, [])], seeing.greedy(text, [], NEW)
+    driver = Driver(make_core(seeing_dir, **options))
+    assert answers(driver, prompts) == [expected[0], said]
+    driver.core.close()
+    path = shutil.copytree(seeing_dir, tmp_path / "other")
+    fields = json.loads((path / file).read_text())
+    if file == "config.json":
+        fields["vision_config"]["hidden_act"] = "relu"
+    else:
+        fields["image_std"] = [2.0, 0.1, 0.5]
+    (path / file).write_text(json.dumps(fields))
+    want = Reference(path).greedy(*PROMPTS[0], NEW)
+    assert want != expected[0]
+    again = Driver(make_core(path, **options))
+    always(again.core)
+    assert answers(again, prompts) == [want, said]
+    assert again.cached("r0") < encoded[0][1].runs[0].start + 4
+    assert again.cached("r1") >= 64
 
 
 def test_a_batch_with_text(seeing_dir, encoded, expected):

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from transformers import LlavaOnevisionConfig
 
 from runtime.errors import ModelError
 from runtime.features.images.client import ModelSight
 from runtime.features.images.families.gemma3 import WholeRules
 from runtime.features.images.rules import load_rules
 from runtime.models.spec import DecoderSpec
+from tests.runtime.features.images.seeing import save_seeing
 
 GEMMA3_4B = {
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -25,7 +27,7 @@ GEMMA3_4B = {
     },
     "vision_config": {"hidden_size": 1152, "image_size": 896, "patch_size": 14, "vision_use_head": False},
 }
-GEMMA3_IMAGES = {"size": {"height": 896, "width": 896}, "resample": 2, "do_pan_and_scan": None}
+GEMMA3_IMAGES = {"size": {"height": 896, "width": 896}, "do_pan_and_scan": None, "do_convert_rgb": None}
 QWEN2_5_VL_3B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "eos_token_id": 151645,
@@ -63,6 +65,7 @@ def test_gemma3(tmp_path):
     assert spec.windows[:6] == (1024,) * 5 + (None,)
     assert (spec.rope.kind, spec.rope.factor, spec.rope.axes) == ("linear", 8.0, ())
     rules = load_rules(tmp_path)
+    assert (rules.resample, rules.mean) == (2, (0.5, 0.5, 0.5))
     assert rules.sizes(30, 40) == [(896, 896)]
     assert rules.rows(896, 896) == 256
 
@@ -132,6 +135,38 @@ def test_llava_onevision_as_it_is_not_served(tmp_path, more, reason):
     config = {"architectures": ["LlavaOnevisionForConditionalGeneration"], "image_grid_pinpoints": [[384, 384]]}
     with pytest.raises(ModelError, match=reason):
         load_rules(write(tmp_path, {**config, "vision_config": {"patch_size": 14}}, images, **more))
+
+
+def test_llava_onevision(tmp_path):
+    """What its files leave out is what transformers' classes have; its embedding is tied in the text alone."""
+    text = {
+        "hidden_size": 896, "intermediate_size": 4864, "model_type": "qwen2", "num_attention_heads": 14,
+        "num_hidden_layers": 24, "num_key_value_heads": 2, "rope_theta": 1e6, "tie_word_embeddings": True,
+    }  # fmt: skip
+    vision = {"hidden_size": 1152, "image_size": 384, "model_type": "siglip_vision_model", "patch_size": 14}
+    grids = [[384, 384 * i] for i in range(1, 7)]
+    config = {"text_config": text, "vision_config": vision, "image_grid_pinpoints": grids, "tie_word_embeddings": False}
+    plain = LlavaOnevisionConfig(**config)
+    config["architectures"] = ["LlavaOnevisionForConditionalGeneration"]
+    spec = DecoderSpec.load(write(tmp_path, config, {"size": {"height": 384, "width": 384}}))
+    wanted = plain.text_config
+    assert (spec.vocab_size, spec.context_length) == (wanted.vocab_size, wanted.max_position_embeddings)
+    assert (spec.tie_embeddings, spec.rms_norm_eps) == (plain.tie_word_embeddings, wanted.rms_norm_eps) == (True, 1e-6)
+    rules = load_rules(tmp_path)
+    assert (rules.most, rules.row, len(rules.grids)) == (9, 14, 6)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "idefics3", "llava_onevision", "mistral3", "qwen2_5_vl"])
+def test_what_an_image_processor_leaves_out(tmp_path, default_model_dir, kind):
+    """It has what transformers' class of the family has."""
+    path = save_seeing(tmp_path / kind, default_model_dir, kind)
+    whole = load_rules(path)
+    file = path / "preprocessor_config.json"
+    fields = json.loads(file.read_text())
+    for name in ("resample", "rescale_factor", "image_mean", "image_std"):
+        assert fields.pop(name) is not None, "the file has all of them"
+    file.write_text(json.dumps(fields))
+    assert load_rules(path) == whole
 
 
 def test_axes_of_qwen3_5_take_turns(tmp_path):

@@ -32,6 +32,16 @@ def test_it_computes_what_the_tower_does(seeing_dir, process):
         torch.testing.assert_close(process.states(tile(seed), (32, 32)), plain.states(tile(seed), (32, 32)))
 
 
+def test_states_are_kept_in_the_type_of_the_model(seeing_dir):
+    rules = load_rules(seeing_dir)
+    plain = Tower(seeing_dir, rules, torch.bfloat16, CPU, False).states(tile(1), (32, 32))
+    process = open_tower(seeing_dir, rules, torch.bfloat16, CPU, False, None)
+    kept = process.states(tile(1), (32, 32))
+    assert (kept.dtype, kept.nbytes) == (torch.bfloat16, 2 * 16 * 48)
+    torch.testing.assert_close(kept, plain)
+    process._pool.close()
+
+
 def test_all_engines_of_a_process_share_it(seeing_dir, process):
     assert open_tower(seeing_dir, load_rules(seeing_dir), torch.float32, CPU, False, None) is process
 
