@@ -120,7 +120,7 @@ class Abort(msgspec.Struct, tag="abort"):
     rid: str
 
 
-class Ask(msgspec.Struct, tag="ask"):
+class CallEngine(msgspec.Struct, tag="call"):
     """An operator's call. A `Reply` with the same number answers it."""
 
     number: int
@@ -137,7 +137,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort all requests and end the engine."""
 
 
-Inbound = Sampling | AddRequest | Abort | Ask | Forget | Shutdown
+Inbound = Sampling | AddRequest | Abort | CallEngine | Forget | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -294,7 +294,7 @@ class Failure(msgspec.Struct):
 
 
 class Reply(msgspec.Struct, tag="reply"):
-    """The answer to an `Ask`, encoded, or its failure."""
+    """The answer to a `CallEngine`, encoded, or its failure."""
 
     number: int
     answer: msgspec.Raw = msgspec.Raw(b"\xc0")  # None

@@ -451,7 +451,7 @@ class Decoding(ABC):
     def choose(
         self,
         work: abc.Sequence[Work],
-        places: abc.Sequence[abc.Sequence[slice]],
+        logit_rows: abc.Sequence[abc.Sequence[slice]],
         logits: torch.Tensor,
         version: int = 0,
     ) -> SampledTokens | None:
@@ -459,7 +459,7 @@ class Decoding(ABC):
 
         Args:
             work: the rows of each request.
-            places: rows of the logits, by piece of work and row set.
+            logit_rows: rows of the logits, by piece of work and row set.
             logits: float32 [S, vocab].
             version: equal for steps that have the same rows of the same requests; 0: unknown.
         """

@@ -152,12 +152,12 @@ class StepResult(NamedTuple):
 
     Attributes:
         logits: float32 [S, vocab], of the step.
-        places: rows of `logits` that belong to the work, by row set.
+        logit_rows: rows of `logits` that belong to the work, by row set.
         tokens: tokens that `Decoding.choose` chose, up to one that ends the request.
         logprobs: their log-probabilities, if the request wants any.
     """
 
     logits: torch.Tensor
-    places: Sequence[slice]
+    logit_rows: Sequence[slice]
     tokens: list[int]
     logprobs: list[TokenLogprob] | None

@@ -5,8 +5,8 @@ from collections import defaultdict
 
 from server.anthropic.types import AnthropicTool, CacheControl, MessagesRequest, Thinking
 from server.generation.bodies import Sampling
+from server.http.body import Body
 from server.http.fields import EMPTY, SAMPLERS, STRANGERS
-from server.http.wire import Body
 from server.openai.formats import StructuredOutputs
 from server.openai.infill import InfillRequest
 from server.openai.messages import Message

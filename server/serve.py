@@ -21,7 +21,7 @@ from runtime.frontend.async_engine import AsyncEngine
 from server.admin.dashboard import Feed
 from server.app import create_app, prepare
 from server.auth.keys import ENVIRONMENT, Tenant
-from server.http.connections import SEND_BUFFER_BYTES, Connection
+from server.http.connections import SEND_BUFFER_BYTES, HttpConnection
 from server.http.context import find
 from server.http.listener import Listener, most_connections
 from server.http.pages import Hosts
@@ -157,10 +157,10 @@ class _Server(uvicorn.Server):
         listener = Listener(sockets[0], self._connect, self.most_connections, *limits)
         self._accepting = asyncio.create_task(listener.accept())
 
-    def _connect(self, on_end: Callable[[], None]) -> Connection:
+    def _connect(self, on_end: Callable[[], None]) -> HttpConnection:
         state = self.lifespan.state
         own: dict[str, Any] = {"config": self.config, "server_state": self.server_state}
-        return Connection(on_end, self.options.client_timeout, state, **own)
+        return HttpConnection(on_end, self.options.client_timeout, state, **own)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._accepting.cancel()

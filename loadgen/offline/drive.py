@@ -23,7 +23,7 @@ from runtime.features.diffusion.ask import DiffusionParams
 from runtime.models.spec import DecoderSpec, ModelSpec
 from runtime.opening import open_engine
 from runtime.params import SamplingParams
-from runtime.protocol import AddRequest, Ask, TokenEvent
+from runtime.protocol import AddRequest, CallEngine, TokenEvent
 
 A = TypeVar("A")
 
@@ -39,7 +39,7 @@ def whole(events: Iterable[TokenEvent]) -> list[TokenEvent]:
 
 def answer(core: EngineCore, call: EngineCall[A]) -> A:
     """The answer to an operator's call, after as many steps as it takes. Raises RametError."""
-    core.handle(Ask(0, cast(AnyCall, call)))
+    core.handle(CallEngine(0, cast(AnyCall, call)))
     while not (replies := core.settle()):
         whole(core.step())
     return replies[0].read(call)

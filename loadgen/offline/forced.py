@@ -49,13 +49,13 @@ class Forcing(Decoding):
         return self._inner.wanted(work)
 
     def choose(
-        self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor, version: int = 0
+        self, work: Sequence[Work], logit_rows: Sequence[Sequence[slice]], logits: torch.Tensor, version: int = 0
     ) -> SampledTokens | None:
         forced = logits.clone()
-        for item, place in zip(work, places, strict=True):
-            if item.samples and place[0].start < place[0].stop:
-                self._force(item, place[0].stop - 1 - len(item.draft), logits, forced)
-        return self._inner.choose(work, places, forced, version)
+        for item, mine in zip(work, logit_rows, strict=True):
+            if item.samples and mine[0].start < mine[0].stop:
+                self._force(item, mine[0].stop - 1 - len(item.draft), logits, forced)
+        return self._inner.choose(work, logit_rows, forced, version)
 
     def _force(self, item: Work, row: int, logits: torch.Tensor, forced: torch.Tensor) -> None:
         """Force the tokens from logits row `row` on. Rows behind a rejected draft token are not used."""

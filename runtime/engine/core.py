@@ -29,8 +29,8 @@ from runtime.execution.device import (
 )
 from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
-from runtime.kv.lookup import count_miss
-from runtime.protocol import Abort, AddRequest, Ask, Finish, Forget, Inbound, ModelInfo, Reply, TokenEvent
+from runtime.kv.misses import count_miss
+from runtime.protocol import Abort, AddRequest, CallEngine, Finish, Forget, Inbound, ModelInfo, Reply, TokenEvent
 from runtime.request import AnyStrategy, Decoding, Request, Work
 from runtime.reuse.planner import Planner
 from runtime.sampler_state import StepResult
@@ -137,7 +137,7 @@ class EngineCore:
             return self.add(message)
         if isinstance(message, Abort):
             return self.abort(message.rid)
-        if isinstance(message, Ask):
+        if isinstance(message, CallEngine):
             self.calls.ask(message.number, message.call)
         elif isinstance(message, Forget):
             self.calls.forget(message.number)
@@ -240,19 +240,19 @@ class EngineCore:
     def _launch(self, work: list[Work], before: InFlight | None = None) -> InFlight:
         """Start a step on the device; `before`: the step whose unread tokens are the input."""
         started = time.monotonic()
-        batch, places, saved, row_layers, version = self.planner.plan(work)
+        batch, logit_rows, saved, row_layers, version = self.planner.plan(work)
         self.counters["row_layers"] += row_layers
         self.counters["overlapped_steps"] += before is not None
         if before is not None:
             assert before.sampled is not None
-            in_order = sorted(range(len(work)), key=lambda i: places[i][0].start)
+            in_order = sorted(range(len(work)), key=lambda i: logit_rows[i][0].start)
             batch.tokens = before.sampled.on_device([work[i].request for i in in_order])
         for launching in self.parts.launching:
             launching(batch)
         logits = self.executor.run(batch)
-        flight = InFlight(work, places, saved, logits, len(batch.tokens), started, version)
+        flight = InFlight(work, logit_rows, saved, logits, len(batch.tokens), started, version)
         if before is None or not flight.needs_output:
-            flight.sampled = self.decoding.choose(work, places, logits, version)
+            flight.sampled = self.decoding.choose(work, logit_rows, logits, version)
         return flight
 
     def _launch_next(self, flight: InFlight) -> InFlight | None:
@@ -271,8 +271,8 @@ class EngineCore:
         for item in flight.work:
             item.ahead = 0
         with self._giving_up(flight.work):
-            work, places, logits = flight.work, flight.places, flight.logits
-            flight.sampled = self.decoding.choose(work, places, logits, flight.version) if work else None
+            work, logit_rows, logits = flight.work, flight.logit_rows, flight.logits
+            flight.sampled = self.decoding.choose(work, logit_rows, logits, flight.version) if work else None
         return flight if flight.sampled is not None else None
 
     @contextmanager
@@ -294,7 +294,7 @@ class EngineCore:
         for booked in self.parts.booked:
             booked(flight.work, flight.num_rows, self._step_s)
         events: list[TokenEvent] = []
-        for item, places, saved in zip(flight.work, flight.places, flight.saved, strict=True):
+        for item, logit_rows, saved in zip(flight.work, flight.logit_rows, flight.saved, strict=True):
             if not item.is_live:
                 continue
             request = item.request
@@ -307,7 +307,7 @@ class EngineCore:
                 if not self._book_rows(item, saved, row_s * item.num_rows):
                     continue
                 measured = logprobs.get(request)
-                result = StepResult(flight.logits, places, chosen, measured and measured[: len(chosen)])
+                result = StepResult(flight.logits, logit_rows, chosen, measured and measured[: len(chosen)])
                 event = self.decoding.book(item, result)
             except Exception as error:
                 events.append(self.fail(request, error))

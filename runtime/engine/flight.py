@@ -16,17 +16,17 @@ class InFlight:
 
     Attributes:
         work: the rows of each request.
-        places: rows of the logits, by piece of work and row set.
+        logit_rows: rows of the logits, by piece of work and row set.
         saved: saved hidden states, by piece of work and row set.
         logits: float32 [S, vocab], valid until the next step is launched.
         num_rows: number of rows of the step.
         started: time of the launch in seconds, `time.monotonic`.
-        version: of the plan; 0: no other step has the same requests and places.
+        version: of the plan; 0: no other step has the same requests and rows.
         sampled: the chosen tokens; None: there are none, or they are chosen after the step before has been booked.
     """
 
     work: list[Work]
-    places: list[list[slice]]
+    logit_rows: list[list[slice]]
     saved: list[list[torch.Tensor | None]]
     logits: torch.Tensor
     num_rows: int
@@ -45,5 +45,5 @@ class InFlight:
         at = [i for i, item in enumerate(self.work) if item.is_live]
         if len(at) == len(self.work):
             return self
-        places, saved = [self.places[i] for i in at], [self.saved[i] for i in at]
-        return replace(self, work=[self.work[i] for i in at], places=places, saved=saved, version=0)
+        logit_rows, saved = [self.logit_rows[i] for i in at], [self.saved[i] for i in at]
+        return replace(self, work=[self.work[i] for i in at], logit_rows=logit_rows, saved=saved, version=0)

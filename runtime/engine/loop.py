@@ -9,10 +9,22 @@ from contextlib import suppress
 
 import zmq
 
-from runtime import protocol as wire
 from runtime.engine.core import EngineCore
 from runtime.errors import EngineDead, RametError
 from runtime.execution.device import is_out_of_memory
+from runtime.protocol import (
+    AddRequest,
+    Failed,
+    Inbound,
+    Outbound,
+    Ready,
+    Sampling,
+    Shutdown,
+    StepEvents,
+    TokenEvent,
+    encode,
+    inbound_decoder,
+)
 
 log = logging.getLogger("ramet.engine")
 
@@ -31,9 +43,9 @@ class EngineLoop:
         send: sends a message of the engine.
     """
 
-    def __init__(self, receive: Callable[[int | None], wire.Inbound | None], send: Callable[[wire.Outbound], None]):
+    def __init__(self, receive: Callable[[int | None], Inbound | None], send: Callable[[Outbound], None]):
         self._receive, self._send = receive, send
-        self._common = wire.Sampling()
+        self._common = Sampling()
         self.core: EngineCore | None = None
         self.error: EngineDead | None = None
 
@@ -47,16 +59,16 @@ class EngineLoop:
         try:
             core = self.core = open_core()
         except RametError as error:
-            self._send(wire.Failed(error.message))
+            self._send(Failed(error.message))
             return 1
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._send(wire.Failed(_TOO_LITTLE))
+            self._send(Failed(_TOO_LITTLE))
             return 1
         try:
             core.executor.on_death(on_death)
-            self._send(wire.Ready(core.info))
+            self._send(Ready(core.info))
             self._serve(core)
         except EngineDead as error:
             self.error = error
@@ -81,12 +93,12 @@ class EngineLoop:
         message = self._receive(wait_ms)
         due_s = time.monotonic() + _MESSAGES_S
         while message is not None:
-            if isinstance(message, wire.Shutdown):
+            if isinstance(message, Shutdown):
                 return False
-            if isinstance(message, wire.Sampling):
+            if isinstance(message, Sampling):
                 self._common = message
             else:
-                if isinstance(message, wire.AddRequest):
+                if isinstance(message, AddRequest):
                     message = self._common.complete(message)
                 self._send_events(core.handle(message))
                 self._settle(core)
@@ -97,37 +109,37 @@ class EngineLoop:
         for reply in core.settle():
             self._send(reply)
 
-    def _send_events(self, events: list[wire.TokenEvent]) -> None:
+    def _send_events(self, events: list[TokenEvent]) -> None:
         if events:
-            self._send(wire.StepEvents(events))
+            self._send(StepEvents(events))
 
 
 def over_sockets(inbox: zmq.Socket, outbox: zmq.Socket) -> EngineLoop:
     """The loop of an engine in a process of its own, behind a PULL and a PUSH socket."""
 
-    def receive(wait_ms: int | None) -> wire.Inbound | None:
+    def receive(wait_ms: int | None) -> Inbound | None:
         if wait_ms != 0:
             inbox.poll(wait_ms)
         try:
-            return wire.inbound_decoder.decode(inbox.recv(zmq.NOBLOCK))
+            return inbound_decoder.decode(inbox.recv(zmq.NOBLOCK))
         except zmq.Again:
             return None
 
-    return EngineLoop(receive, lambda message: outbox.send(wire.encode(message)))
+    return EngineLoop(receive, lambda message: outbox.send(encode(message)))
 
 
 def in_thread(
-    inbox: queue.SimpleQueue[wire.Inbound], client: asyncio.AbstractEventLoop, take: Callable[[wire.Outbound], None]
+    inbox: queue.SimpleQueue[Inbound], client: asyncio.AbstractEventLoop, take: Callable[[Outbound], None]
 ) -> EngineLoop:
     """The loop of an engine in a thread; `client`: the event loop on which `take` gets its messages as they are."""
 
-    def receive(wait_ms: int | None) -> wire.Inbound | None:
+    def receive(wait_ms: int | None) -> Inbound | None:
         try:
             return inbox.get(timeout=None if wait_ms is None else wait_ms / 1000)
         except queue.Empty:
             return None
 
-    def send(message: wire.Outbound) -> None:
+    def send(message: Outbound) -> None:
         with suppress(RuntimeError):  # the client's event loop may be closed before the engine has ended
             client.call_soon_threadsafe(take, message)
 

@@ -124,7 +124,7 @@ class Operators(Part):
         self._cache.expire()
         tree, wanted = self._cache.tree, _of(call.tenant)
         nodes = view(tree, wanted, call.max_depth, call.skip, call.limit, call.preview_tokens)
-        return calls.Nodes(nodes, (yield from self._places([node.id for node in nodes])))
+        return calls.Nodes(nodes, (yield from self._tiers_of([node.id for node in nodes])))
 
     def _outline(self, call: calls.GetOutline) -> Generator[None, None, calls.Outline]:
         """Walk over the tree, which may change between the steps of the walk."""
@@ -133,12 +133,12 @@ class Operators(Part):
         self._cache.remember()
         wanted = _of(call.tenant)
         found = yield from outline(self._cache.tree, call.limit, call.preview_tokens, wanted)
-        tiers = yield from self._places([block.id for block in found])
+        tiers = yield from self._tiers_of([block.id for block in found])
         return calls.Outline(found, tiers, [one for one in self._cache.evictions.last if wanted(one.namespace)])
 
-    def _places(self, nodes: Sequence[int]) -> Generator[None, None, dict[int, list[str]] | None]:
+    def _tiers_of(self, nodes: Sequence[int]) -> Generator[None, None, dict[int, list[str]] | None]:
         for part in self._core.parts:
-            if (found := (yield from part.places(nodes))) is not None:
+            if (found := (yield from part.tiers_of(nodes))) is not None:
                 return found
         return None
 

@@ -74,7 +74,7 @@ class Part:
         yield from ()
         return {}
 
-    def places(self, nodes: Sequence[int]) -> Generator[None, None, dict[int, list[str]] | None]:
+    def tiers_of(self, nodes: Sequence[int]) -> Generator[None, None, dict[int, list[str]] | None]:
         """The names of the tiers that hold a node's first page, by the node's id; None: the part has no tiers."""
         yield from ()
         return None

@@ -13,8 +13,8 @@ from runtime.request import Found, Request
 # Most waiting requests to match again in one pass, after new KV that they may share was computed.
 _REFRESHED = 16
 
-# Most credit for overtaking: in full steps, and in places among the running requests.
-_MOST_STEPS, _MOST_PLACES = 4, 4.0
+# Most credit for overtaking: in full steps, and in seats among the running requests.
+_MOST_STEPS, _MOST_SEATS = 4, 4.0
 
 # Weight of the latest ended request in the moving average of output lengths.
 _LATEST = 0.05
@@ -40,8 +40,8 @@ class WaitingQueue:
     - `balanced`: by arrival, but a share of the work goes to the longest match. A request's cost is its uncached rows
       plus the mean output of recent requests. Serving a request in order adds a part of its cost to a budget;
       overtaking spends its cost. So nearly cached requests are admitted before their pages are evicted,
-      and no request waits longer than 1 / (1 - share) times its wait by arrival plus 4 full steps. While only one place
-      among the running requests is free, places are earned and spent in the same way. A prompt that fills whole steps
+      and no request waits longer than 1 / (1 - share) times its wait by arrival plus 4 full steps. While only one seat
+      among the running requests is free, seats are earned and spent in the same way. A prompt that fills whole steps
       may wait longer, as it leaves half of each step to shorter prompts.
 
     Each account has a line of its own, with this order. The next request is of the account that runs fewest requests,
@@ -70,7 +70,7 @@ class WaitingQueue:
         self._matching, self._lpm = policy in ("lpm", "balanced"), policy == "lpm"
         self._earned = overtake_share / (1 - overtake_share)
         self._most_tokens = float(_MOST_STEPS * step_tokens)
-        self._tokens, self._places = self._most_tokens, _MOST_PLACES
+        self._tokens, self._seats = self._most_tokens, _MOST_SEATS
         self._generated = 0.0
         self._page_size = page_size
         self._families: dict[_Family, OrderedDict[Request, None]] = {}
@@ -107,9 +107,9 @@ class WaitingQueue:
         lines = [*self._lines.items()]
         if len(lines) > 1:
             firsts = ((_first(line.order, passed), account) for account, line in lines)
-            places = running()
+            seats = running()
             ranks = [
-                (0 if self._rank is _by_arrival else -first.message.priority, places[account], first.serial, account)
+                (0 if self._rank is _by_arrival else -first.message.priority, seats[account], first.serial, account)
                 for first, account in firsts
                 if first is not None
             ]
@@ -120,7 +120,7 @@ class WaitingQueue:
         if line.matches is None:
             return _first(line.order, passed)
         best = _first(line.matches, passed)
-        if best is None or self._lpm or (self._cost(best) <= self._tokens and (self._places >= 1 or not scarce())):
+        if best is None or self._lpm or (self._cost(best) <= self._tokens and (self._seats >= 1 or not scarce())):
             return best
         return _first(line.order, passed)
 
@@ -162,7 +162,7 @@ class WaitingQueue:
         in_order, cost = request is self._lines[request.message.account].order[0], self._cost(request)
         self._tokens = min(self._tokens + (self._earned * cost if in_order else -cost), self._most_tokens)
         if scarce:
-            self._places = min(self._places + (self._earned if in_order else -1), _MOST_PLACES)
+            self._seats = min(self._seats + (self._earned if in_order else -1), _MOST_SEATS)
         self.remove(request)
 
     def rank_again(self, request: Request, matched_tokens: int) -> bool:

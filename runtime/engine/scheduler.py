@@ -24,7 +24,7 @@ class Scheduler:
     While prompts are there to compute, decode rows leave them PROMPT_SHARE of a step. Requests for whose next token
     no row is left take turns.
 
-    Accounts share the places among the running requests, and the memory. If none is left, the account with most running
+    Accounts share the seats among the running requests, and the memory. If none is left, the account with most running
     requests loses its latest one to a waiting account with at least two fewer.
 
     The policy orders waiting requests (see `WaitingQueue`). When memory runs out, the scheduler retracts the request
@@ -34,7 +34,7 @@ class Scheduler:
 
     A prompt that fills a step leaves half of it to shorter prompts of the same or a higher priority, the shortest
     first, so that a short prompt does not wait for a whole long one. These prompts run already, or are admitted while
-    places and memory suffice. The prompt admitted first has the other half, so no prompt takes more than twice as long.
+    seats and memory suffice. The prompt admitted first has the other half, so no prompt takes more than twice as long.
 
     Requests whose rows cannot be cut into chunks take turns. Each step serves as many as fit into the budget, and at
     least one: the request that has waited longest comes first.
@@ -141,7 +141,7 @@ class Scheduler:
         if self._faults:
             self.at, fault = next(iter(self._faults.items()))
             raise fault
-        self._share_places()
+        self._share_seats()
         while True:
             work = self._decode()
             budget = self.step_tokens - len(work)
@@ -182,35 +182,35 @@ class Scheduler:
         return self._is_full() and next(self._owed(), None) is None
 
     def _is_full(self) -> bool:
-        """Whether places or memory were too few for one more request."""
+        """Whether seats or memory were too few for one more request."""
         if len(self.running) >= self.max_running:
             return True
         return self._too_few is not None and self.cache.num_available <= self._too_few
 
-    def _share_places(self) -> None:
+    def _share_seats(self) -> None:
         """Retract requests in favour of accounts that run fewer, if no more can be admitted."""
         if self._is_full():
             for victim in self._owed():
                 self._retract(victim)
 
     def _owed(self) -> Iterator[Request]:
-        """The running requests whose places are owed to waiting ones, while their user retracts them."""
+        """The running requests whose seats are owed to waiting ones, while their user retracts them."""
         if not self.waiting:
             return
-        places = self._places()
-        if len(places.keys() | self.waiting.accounts) < 2:
+        seats = self._seats()
+        if len(seats.keys() | self.waiting.accounts) < 2:
             return
-        for request in self.waiting.candidates(self._scarce, lambda: places):
+        for request in self.waiting.candidates(self._scarce, lambda: seats):
             account, priority = request.message.account, request.message.priority
-            most, held = places.most_common(1)[0]
+            most, held = seats.most_common(1)[0]
             mine = (one for one in self.running if one.message.account == most and one.message.priority <= priority)
             victim = max(mine, key=lambda one: one.serial, default=None)
-            if held - places[account] < 2 or victim is None:
+            if held - seats[account] < 2 or victim is None:
                 return
-            places[most], places[account] = held - 1, places[account] + 1
+            seats[most], seats[account] = held - 1, seats[account] + 1
             yield victim
 
-    def _places(self) -> Counter[str]:
+    def _seats(self) -> Counter[str]:
         return Counter(request.message.account for request in self.running)
 
     def _decode(self) -> list[Work]:
@@ -297,7 +297,7 @@ class Scheduler:
         self.cache.pins.expire()
         computing = [request for request in self.running if request.strategy.unchunkable or _prefills(request)]
         self.waiting.refresh(self._look)
-        for request in islice(self.waiting.candidates(self._scarce, self._places), 2 * self.max_running):
+        for request in islice(self.waiting.candidates(self._scarce, self._seats), 2 * self.max_running):
             in_turns = request.strategy.unchunkable
             if (budget <= 0 and not in_turns) or len(self.running) >= self.max_running:
                 break

@@ -17,7 +17,7 @@ from runtime.calls import EngineCall, Erased, PinView, TreeRun
 from runtime.config import Config
 from runtime.errors import EngineDead, RametError
 from runtime.frontend.adapters import Adapters
-from runtime.frontend.connection import Connection, EngineProcess, Host
+from runtime.frontend.connection import EngineConnection, EngineProcess, Host
 from runtime.frontend.deadline import NO_DEADLINE, Deadline
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Encoded, Output, PartedPrompt, Submission, expected_tokens
@@ -77,7 +77,7 @@ class AsyncEngine:
         self._preparers: list[Preparer] = []
         self.adapters = Adapters(self.call, config.model)
         self._host = host or EngineProcess(config, quotas or {})
-        self._connection = Connection(self._host)
+        self._connection = EngineConnection(self._host)
         self._frontend: OutputProcessor | None = None
         self._dead = asyncio.Event()
         self._walking = asyncio.Lock()

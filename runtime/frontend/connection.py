@@ -18,8 +18,8 @@ from runtime.config import Config
 from runtime.errors import EngineDead, ModelError
 from runtime.models.publishing import scratch
 from runtime.protocol import (
-    Ask,
     Boot,
+    CallEngine,
     Forget,
     Inbound,
     ModelInfo,
@@ -132,7 +132,7 @@ class EngineProcess(Host):
         self._closing.close()
 
 
-class Connection:
+class EngineConnection:
     """Messages of one engine, from its start to its end. Used from one event loop.
 
     Attributes:
@@ -182,7 +182,7 @@ class Connection:
         self._num_calls += 1
         number = self._num_calls
         self._calls[number] = future = asyncio.get_running_loop().create_future()
-        self._host.send(Ask(number, cast(AnyCall, call)))
+        self._host.send(CallEngine(number, cast(AnyCall, call)))
         try:
             return (await future).read(call)
         except asyncio.CancelledError:

@@ -5,9 +5,9 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
+from runtime.fair_threads import FairThreads
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Encoded, Submission
-from runtime.turns import Turns
 
 # Threads for texts; the tokenizer works outside of the interpreter lock.
 _THREADS = 3
@@ -25,7 +25,7 @@ class TextWork:
     """
 
     def __init__(self) -> None:
-        self._texts = Turns(_THREADS, "ramet-text")
+        self._texts = FairThreads(_THREADS, "ramet-text")
 
     async def encode(self, inputs: InputProcessor, submission: Submission, before: Encoded | None = None) -> Encoded:
         """`InputProcessor.encode` in a thread, and `settle`."""

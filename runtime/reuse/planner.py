@@ -18,14 +18,14 @@ class Planned(NamedTuple):
     """A planned step.
 
     Attributes:
-        places: each row set's rows of the logits: by piece of work, then by row set.
+        logit_rows: each row set's rows of the logits: by piece of work, then by row set.
         saved: hidden states that each row set saves, float32 [n, hidden], in the same order.
         row_layers: the cost of the step, as the number of rows x layers that it computes.
         version: equal for steps that extend the same plan: they have the same rows of the same requests.
     """
 
     batch: ForwardBatch
-    places: list[list[slice]]
+    logit_rows: list[list[slice]]
     saved: list[list[torch.Tensor | None]]
     row_layers: int
     version: int
@@ -84,8 +84,8 @@ class Planner:
             item.request.row_layers += row_layers
             total += row_layers
         logits, saved = iter(plan.logits), iter(plan.saved)
-        places = [[next(logits) for _ in several] for several in sets]
-        planned = Planned(plan.batch, places, [[next(saved) for _ in several] for several in sets], total, version)
+        logit_rows = [[next(logits) for _ in several] for several in sets]
+        planned = Planned(plan.batch, logit_rows, [[next(saved) for _ in several] for several in sets], total, version)
         tails = _tails(planned, work, self._page_size)
         return planned if tails is None else _Steady(planned, work, tails, self._page_size)
 
@@ -98,7 +98,7 @@ class _Steady:
         self.planned = planned
         self._page_size, self._work = page_size, work
         self._reads = [item.request.num_reads for item in work]
-        self._order = [places[0].start for places in planned.places]
+        self._order = [logit_rows[0].start for logit_rows in planned.logit_rows]
         self._tails = tails
 
     def grow(self, work: Sequence[Work]) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from radix import Match, Node, path
 from runtime.batch import Read, RowSet, Stage, causal_visible
-from runtime.kv.lookup import look_up
+from runtime.kv.misses import look_up
 from runtime.kv.segments import Run, Segment
 from runtime.request import A, Found, Lease, Request, Strategy, Work
 

@@ -40,10 +40,10 @@ class NextToken(Decoding):
         return _ONE_ROW if work.count == 1 else np.array((work.count - 1,))
 
     def choose(
-        self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor, version: int = 0
+        self, work: Sequence[Work], logit_rows: Sequence[Sequence[slice]], logits: torch.Tensor, version: int = 0
     ) -> Sampled | None:
         if version != self._version or not version:  # steps of the same plan have the same requests, one row each
-            self._version, self._asking = version, _asking(work, places, len(logits))
+            self._version, self._asking = version, _asking(work, logit_rows, len(logits))
         index, requests, expected = self._asking
         if not requests:
             return None
@@ -61,7 +61,7 @@ class NextToken(Decoding):
         request, tokens = work.request, result.tokens
         prompt_logprobs = None
         if request.sampler.prompt_logprobs_from is not None:
-            prompt_logprobs = self._prompt_logprobs(work, result.logits, result.places[0])
+            prompt_logprobs = self._prompt_logprobs(work, result.logits, result.logit_rows[0])
         is_read = work.samples and not request.wants_tokens
         if is_read:
             tokens = []  # the request wants no token; one was chosen to check that the logits are finite
@@ -76,7 +76,7 @@ class NextToken(Decoding):
         event.prompt_logprobs = prompt_logprobs
         return event
 
-    def _prompt_logprobs(self, work: Work, logits: torch.Tensor, place: slice) -> list[TokenLogprob] | None:
+    def _prompt_logprobs(self, work: Work, logits: torch.Tensor, mine: slice) -> list[TokenLogprob] | None:
         """Log-probabilities of the prompt tokens that this work's rows predict."""
         request = work.request
         if not request.wants_prompt_logprobs:
@@ -84,7 +84,7 @@ class NextToken(Decoding):
         wanted = request.sampler.prompt_logprobs_from or 0
         end = min(work.start + work.count + 1, request.prompt_len)
         tokens = request.tokens[max(wanted, work.start + 1) : end].tolist()
-        rows, top = logits[place][: len(tokens)], request.message.logprobs or 0
+        rows, top = logits[mine][: len(tokens)], request.message.logprobs or 0
         found = self._sampler.report_logprobs(rows, tokens, top) if tokens else []
         if wanted == 0:
             found.insert(0, TokenLogprob(request.tokens[0], None, []))
@@ -101,12 +101,12 @@ class NextToken(Decoding):
         return None
 
 
-def _asking(work: Sequence[Work], places: Sequence[Sequence[slice]], num_logits: int) -> _Asking:
+def _asking(work: Sequence[Work], logit_rows: Sequence[Sequence[slice]], num_logits: int) -> _Asking:
     """The rows that give tokens, in the order of the logits."""
     firsts = sorted(
-        (place[0].stop - 1 - len(item.draft), at)
-        for at, (item, place) in enumerate(zip(work, places, strict=True))
-        if place[0].start < place[0].stop and item.samples
+        (mine[0].stop - 1 - len(item.draft), at)
+        for at, (item, mine) in enumerate(zip(work, logit_rows, strict=True))
+        if mine[0].start < mine[0].stop and item.samples
     )
     index: list[int] = []
     requests: list[Request] = []

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from server.errors import NotFound
 from server.http.answers import JsonObject
+from server.http.body import Body, Text, example
 from server.http.context import Ctx
-from server.http.wire import Body, Text, example
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 

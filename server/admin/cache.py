@@ -26,9 +26,9 @@ from server.features.parts import FeatureStores, Stores, find_parts
 from server.features.registry import write_turns
 from server.generation.bodies import Scoped
 from server.http.answers import JsonObject
+from server.http.body import Body, Text, TokenIds, example
 from server.http.context import Context, Ctx, erase
 from server.http.sse import while_there
-from server.http.wire import Body, Text, TokenIds, example
 from server.openai.messages import Messages
 
 router = APIRouter(prefix="/cache", tags=["cache"])

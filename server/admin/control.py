@@ -11,8 +11,8 @@ from fastapi.responses import PlainTextResponse
 from runtime.calls import FlushCache, GetState, Pause, State
 from runtime.errors import InvalidRequest
 from server.http.answers import JsonObject
+from server.http.body import Body, Rid, example
 from server.http.context import Ctx, provided
-from server.http.wire import Body, Rid, example
 from server.telemetry.metrics import Metrics
 
 router = APIRouter(tags=["server"])

@@ -16,9 +16,9 @@ from server.admin.cache import preview_tokens
 from server.admin.node_ids import ids_for
 from server.auth.keys import CurrentTenant, EveryKey
 from server.http.answers import JsonObject
+from server.http.body import Body, CacheSalt, Text, example
 from server.http.context import Context, Ctx
 from server.http.sse import unless_gone
-from server.http.wire import Body, CacheSalt, Text, example
 
 router = EveryKey(prefix="/cache", tags=["cache"])
 

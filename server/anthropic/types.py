@@ -10,7 +10,7 @@ from runtime.errors import InvalidRequest
 from runtime.params import StopString
 from server.generation.bodies import AnswerId, GenerationBody
 from server.http import fields
-from server.http.wire import Body, ByType, JsonObject, Named, Text, Unusable, example
+from server.http.body import Body, ByType, JsonObject, Named, Text, Unusable, example
 from server.openai.messages import ImagePart
 from server.openai.tools import MAX_TOOLS, Name
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Protocol, TypeVar
 
+from server.http.body import Body
 from server.http.context import provided
-from server.http.wire import Body
 
 T = TypeVar("T")
 

@@ -30,8 +30,8 @@ from runtime.frontend.output import Prompt, Submission
 from runtime.params import Lazy, SamplingParams
 from server.auth.keys import CacheScope, Tenant
 from server.http import fields
+from server.http.body import Body, CacheSalt, Named, OneOrMany, Text
 from server.http.context import Context
-from server.http.wire import Body, CacheSalt, Named, OneOrMany, Text
 
 MAX_BIASES = 1024
 

@@ -58,7 +58,7 @@ class _Parser(h11.Connection):
         return event
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """uvicorn's HTTP/1.1 protocol, with timeouts for clients that do not finish a head or do not read a response.
 
     Args:

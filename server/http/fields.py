@@ -1,7 +1,7 @@
 """Request fields of other servers: fields without effect, aliases, and fields that Ramet does not support.
 
 For an unsupported field, the tables list the values that ask for nothing special. These values are accepted.
-`strangers.py` says what becomes of fields that no table has.
+`unknown_fields.py` says what becomes of fields that no table has.
 """
 
 from typing import Any

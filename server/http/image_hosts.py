@@ -14,7 +14,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from runtime.errors import InvalidRequest
-from runtime.turns import Turns
+from runtime.fair_threads import FairThreads
 
 # Seconds for one image, its redirects included; bytes of all images of a request.
 FETCH_S = 10.0
@@ -40,19 +40,19 @@ class ImageHosts:
                 self._networks.append(ipaddress.ip_network(one, strict=False))
             except ValueError:
                 self._names.add(one.lower())
-        self._turns = Turns(_THREADS, "ramet-fetch") if listed else None
+        self._threads = FairThreads(_THREADS, "ramet-fetch") if listed else None
 
     async def fetch(self, account: str, urls: Iterable[str], param: str) -> dict[str, bytes]:
         """The images at those URLs that are of the web. Raises InvalidRequest if one cannot be fetched."""
         found, left = dict[str, bytes](), MOST_BYTES
-        if (turns := self._turns) is None:
+        if (threads := self._threads) is None:
             return found
         for url in dict.fromkeys(urls):
             if not _WEB.match(url):
                 continue
             try:
                 async with asyncio.timeout(FETCH_S):  # also where the name of a host takes long
-                    found[url] = await turns.run(account, partial(self._get, url, left))
+                    found[url] = await threads.run(account, partial(self._get, url, left))
             except (TimeoutError, OSError, HTTPException, ValueError) as error:
                 late = isinstance(error, TimeoutError)
                 why = f"takes longer than {FETCH_S:g} s" if late else f"fails ({type(error).__name__})"

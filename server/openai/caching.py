@@ -8,7 +8,7 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.output import MAX_BREAKPOINTS, MarkedText, Output, Prompt, UnplacedPrompt
 from runtime.models.marks import find_place, new_place
 from server.generation.bodies import AnswerId
-from server.http.wire import Body
+from server.http.body import Body
 
 # `5m` and `1h` are Anthropic's.
 _SECONDS = {"5m": 300.0, "1h": 3600.0, "30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}

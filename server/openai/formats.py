@@ -8,7 +8,7 @@ from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from server.http import fields
-from server.http.wire import Body, JsonObject, JsonText, Text
+from server.http.body import Body, JsonObject, JsonText, Text
 
 MAX_CHOICES = 1024
 

@@ -13,9 +13,9 @@ from server.auth.keys import CurrentTenant, EveryKey
 from server.explain.reason import Explanation
 from server.generation.service import Generation, Service, Writer
 from server.http import fields
+from server.http.body import Body, Text, example
 from server.http.context import Context
 from server.http.sse import EventStream
-from server.http.wire import Body, Text, example
 from server.openai.formats import only
 from server.openai.types import CommonRequest, NewTokens
 

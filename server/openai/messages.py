@@ -12,8 +12,8 @@ from runtime.frontend.pictures import Pictures, joined
 from runtime.json_text import check_texts
 from server.features.parts import FeaturePart, GivenPart
 from server.features.registry import MessagePart
+from server.http.body import Body, ByType, OneOr, Text, Unusable
 from server.http.fields import ANSWERED
-from server.http.wire import Body, ByType, OneOr, Text, Unusable
 from server.openai.caching import Breakpoint, Mark, unmarked
 from server.openai.tools import MAX_TOOLS, ToolCall
 

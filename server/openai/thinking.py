@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from server.http import strangers
+from server.http import unknown_fields
 
 
 def in_own_fields(given: dict[str, Any]) -> dict[str, Any]:
@@ -52,4 +52,4 @@ def _reasoning(options: dict[str, Any]) -> dict[str, Any]:
 def _note(field: str, options: dict[Any, Any]) -> None:
     for name, value in options.items():
         if value is not None:
-            strangers.leave_out(f"{field}.{name}")
+            unknown_fields.leave_out(f"{field}.{name}")

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from server.auth.keys import CurrentTenant, EveryKey
+from server.http.body import IdPrompts, JsonObject, Named, OneOrMany, Text, example
 from server.http.context import Ctx
 from server.http.sse import unless_gone
-from server.http.wire import IdPrompts, JsonObject, Named, OneOrMany, Text, example
 from server.openai.messages import Messages
 from server.openai.prompt import Chats
 from server.openai.tools import MAX_TOOLS, Tool

@@ -19,8 +19,8 @@ from runtime.json_text import parse_json
 from runtime.models.marks import cut, new_mark
 from runtime.models.templates import TemplateRefused
 from runtime.models.tokenizer import Tokenizer
+from server.http.body import Body, ByType, JsonObject, JsonText, Text, Unusable
 from server.http.fields import ANSWERED
-from server.http.wire import Body, ByType, JsonObject, JsonText, Text, Unusable
 from server.openai.caching import Breakpoint, Mark, unmarked
 from server.openai.dialects.dialect import CLOSE, OPEN
 from server.openai.history import fitted, mended, with_calls_as_text

@@ -16,7 +16,7 @@ from server.features.parts import FeaturePart
 from server.features.registry import ChatFields
 from server.generation.bodies import AnswerId, GenerationBody, LogitBias, Reuse, naming
 from server.http import fields
-from server.http.wire import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, Unusable, example
+from server.http.body import Body, JsonObject, OneOrMany, Prompts, Rid, Text, TokenIds, Unusable, example
 from server.openai.caching import CacheOptions, Mark, Retention, unmarked
 from server.openai.dialects.parameters import Parameters
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, TypeAdapter
 from runtime.errors import InvalidRequest
 from server.errors import NotFound
 from server.generation.bodies import naming
-from server.http.wire import Unusable
+from server.http.body import Unusable
 from server.openai.messages import Message
 from server.openai.tools import Function, Tool
 from server.openai.types import ChatRequest

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from server.http import fields
-from server.http.wire import Body, ByType, JsonObject, JsonText, OneOr, Text, Unusable, example, type_of
+from server.http.body import Body, ByType, JsonObject, JsonText, OneOr, Text, Unusable, example, type_of
 from server.openai.caching import CacheOptions, Retention
 from server.openai.messages import MAX_MESSAGES, ImagePart, Message, TextPart
 from server.openai.tools import MAX_TOOLS, CalledFunction, Function, Name, ToolCall

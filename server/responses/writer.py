@@ -13,9 +13,9 @@ from runtime.frontend.stream import InTurn
 from server.explain.reason import Explanation
 from server.generation.service import Generation, Writer
 from server.http.answers import JsonList
+from server.http.body import Unusable
 from server.http.context import Context
 from server.http.sse import TypedEventStream
-from server.http.wire import Unusable
 from server.openai.caching import cache_usage
 from server.openai.chat import reader_of
 from server.openai.common import add_logprobs

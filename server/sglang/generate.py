@@ -21,9 +21,9 @@ from server.generation.bodies import AnswerId, GenerationBody, Reuse, Sampling
 from server.generation.service import Generation, Service, Writer
 from server.http import fields
 from server.http.answers import JsonList
+from server.http.body import MAX_BATCH, IdPrompts, OneOr, OneOrMany, Rid, Text, example
 from server.http.context import Context
 from server.http.sse import while_there
-from server.http.wire import MAX_BATCH, IdPrompts, OneOr, OneOrMany, Rid, Text, example
 
 router = EveryKey(tags=["generate"])
 

@@ -9,7 +9,7 @@ from runtime.calls import Ping
 from runtime.engine.loop import _NOTHING_TO_RUN_MS, EngineLoop
 from runtime.engine.part import Parts
 from runtime.kv.pool import zeros
-from runtime.protocol import Ask, Failed
+from runtime.protocol import Failed
 
 
 class _Ended(Exception):
@@ -70,5 +70,5 @@ def test_the_loop_waits_only_behind_steps_in_which_nothing_ran():
 def test_messages_without_end_let_steps_run():
     core: Any = _Busy()
     with pytest.raises(_Ended):
-        EngineLoop(lambda wait_ms: Ask(1, Ping()), print)._serve(core)
+        EngineLoop(lambda wait_ms: CallEngine(1, Ping()), print)._serve(core)
     assert core.handled

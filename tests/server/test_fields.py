@@ -11,9 +11,9 @@ from runtime.frontend.output import new_rid
 from server.anthropic.types import Block
 from server.errors import _first_problem
 from server.fields import BODIES, fields_page
-from server.http import strangers
+from server.http import unknown_fields
+from server.http.body import Body
 from server.http.fields import ANSWERED, EMPTY, SAMPLERS
-from server.http.wire import Body
 from server.openai.tools import Tool
 from server.openai.types import ChatRequest, CompletionRequest
 from server.responses.types import ResponseRequest
@@ -287,8 +287,8 @@ def test_an_unknown_field_is_told_what_was_meant(body, told):
 
 
 def test_long_names_of_unknown_fields_are_not_kept():
-    name = f"{new_rid()}{'x' * strangers._MOST_COMPARED}{new_rid()}"
-    assert chat(**{name: 1}).left_out == [name[: strangers.MOST_CHARACTERS]]
-    hits = strangers._meant.cache_info().hits
-    strangers.meant(f"{name}y", ChatRequest.KNOWN)
-    assert strangers._meant.cache_info().hits == hits + 1, "the cache holds the beginning of a name alone"
+    name = f"{new_rid()}{'x' * unknown_fields._MOST_COMPARED}{new_rid()}"
+    assert chat(**{name: 1}).left_out == [name[: unknown_fields.MOST_CHARACTERS]]
+    hits = unknown_fields._meant.cache_info().hits
+    unknown_fields.meant(f"{name}y", ChatRequest.KNOWN)
+    assert unknown_fields._meant.cache_info().hits == hits + 1, "the cache holds the beginning of a name alone"

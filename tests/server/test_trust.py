@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from runtime.errors import RametError
 from server import responses
 from server.app import find_routers
-from server.http.wire import Body
+from server.http.body import Body
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {

@@ -92,7 +92,7 @@ class CanvasDecoding(Decoding):
         return rows if rows[-1] < work.count else rows[:0]
 
     def choose(
-        self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor, version: int = 0
+        self, work: Sequence[Work], logit_rows: Sequence[Sequence[slice]], logits: torch.Tensor, version: int = 0
     ) -> None:
         """Start one transfer of what `book` needs of all requests.
 
@@ -100,10 +100,10 @@ class CanvasDecoding(Decoding):
         """
         self._failures: dict[Request, Exception] = {}
         self._chosen: dict[Request, list[torch.Tensor]] = {}
-        for item, (place, *more) in zip(work, places, strict=True):
-            if (canvas := canvas_of(item.request)) is None or place.start == place.stop:
+        for item, (mine, *more) in zip(work, logit_rows, strict=True):
+            if (canvas := canvas_of(item.request)) is None or mine.start == mine.stop:
                 continue
-            wanted, nats = logits[place], []
+            wanted, nats = logits[mine], []
             if more and item.note is not None:
                 nats.append(divergence(wanted, logits[more[0]], self._spec.mask_token_id))
             elif more and isinstance(canvas, BidirectionalCanvas):

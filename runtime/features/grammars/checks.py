@@ -6,11 +6,11 @@ from cachetools import LRUCache
 from msgspec.structs import replace
 
 from runtime.errors import InvalidRequest
+from runtime.fair_threads import FairThreads
 from runtime.features.grammars.compiler import COMPILE_TIMEOUT_S
 from runtime.features.grammars.process import GrammarProcesses
 from runtime.frontend.output import Encoded
 from runtime.frontend.preparer import Preparer
-from runtime.turns import Turns
 
 # Threads that wait for a grammar to be checked.
 _THREADS = 2
@@ -26,7 +26,7 @@ class GrammarChecks(Preparer):
     """
 
     def __init__(self, timeout_s: float = COMPILE_TIMEOUT_S):
-        self._turns = Turns(_THREADS, "ramet-grammar")
+        self._threads = FairThreads(_THREADS, "ramet-grammar")
         self._processes = GrammarProcesses(timeout_s)
         self._checked: LRUCache[tuple[str, str | None, str], bool] = LRUCache(_CHECKED)
 
@@ -42,7 +42,7 @@ class GrammarChecks(Preparer):
         follows = self._checked.get(key, False)
         if not follows and (key not in self._checked or submission.otherwise is None):
             try:
-                await self._turns.run(account, partial(self._processes.check, sampling))
+                await self._threads.run(account, partial(self._processes.check, sampling))
                 follows = True
             except InvalidRequest:
                 if submission.otherwise is None:
@@ -56,5 +56,5 @@ class GrammarChecks(Preparer):
         self._processes.forget()
 
     def close(self) -> None:
-        self._turns.close()
+        self._threads.close()
         self._processes.close()

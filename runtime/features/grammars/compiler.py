@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from cachetools import LRUCache
 
 from runtime.errors import InvalidRequest, RametError
+from runtime.fair_threads import FairThreads, Piece
 from runtime.params import SamplingParams
-from runtime.turns import Piece, Turns
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -53,7 +53,7 @@ class GrammarCompiler:
         self._matchers: Matchers | None = None
         self._kept: LRUCache[tuple[Hashable, str], LLMatcher] = LRUCache(_KEPT)
         self._lock = threading.Lock()
-        self._turns = Turns(2, "ramet-grammar")
+        self._threads = FairThreads(2, "ramet-grammar")
         self.open: dict[str, Piece[Grammar]] = {}
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class GrammarCompiler:
 
     def start(self, rid: str, params: SamplingParams, tenant: Hashable = "") -> None:
         """Start compiling a request's grammar. The cache is per tenant, because response times reveal hits."""
-        self.open[rid] = self._turns.submit(tenant, partial(self._compile, params, tenant))
+        self.open[rid] = self._threads.submit(tenant, partial(self._compile, params, tenant))
 
     def cancel(self, rid: str) -> bool:
         """Forget a request; False if its grammar is not being compiled."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.fair_threads import FairThreads
 from runtime.features.images.states import Key, States
-from runtime.turns import Turns
 
 
 class Tile(NamedTuple):
@@ -31,15 +31,15 @@ class Job:
         is_over: set it to have no further tile computed.
     """
 
-    def __init__(self, account: str, tiles: Iterable[Tile], states: States, turns: Turns):
-        self._account, self._left, self._states, self._turns = account, deque(tiles), states, turns
+    def __init__(self, account: str, tiles: Iterable[Tile], states: States, threads: FairThreads):
+        self._account, self._left, self._states, self._threads = account, deque(tiles), states, threads
         self.found: dict[Key, torch.Tensor] = {}
         self.error: Exception | None = None
         self.is_done = self.is_over = False
         self._queue()
 
     def _queue(self) -> None:
-        self._turns.submit(self._account, self._take).add_done_callback(self._ended)
+        self._threads.submit(self._account, self._take).add_done_callback(self._ended)
 
     def _ended(self, piece: Future[None]) -> None:
         if not piece.cancelled() and isinstance(error := piece.exception(), Exception):  # it could not be started

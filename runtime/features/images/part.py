@@ -11,12 +11,12 @@ import torch
 
 from runtime.calls import State
 from runtime.engine.part import Part
+from runtime.fair_threads import FairThreads
 from runtime.features.images.ask import ImagesAsk, TileRun
 from runtime.features.images.job import Job, Tile
 from runtime.features.images.states import Key, States
 from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request
-from runtime.turns import Turns
 
 if TYPE_CHECKING:
     from runtime.engine.core import EngineCore
@@ -115,7 +115,7 @@ class ImagesPart(Part):
 
     def __init__(self, core: EngineCore, states: States):
         self._core, self._states = core, states
-        self._turns = Turns(1, "ramet-images")
+        self._threads = FairThreads(1, "ramet-images")
         self._open: dict[str, Job] = {}
         self._requests = 0
 
@@ -134,7 +134,7 @@ class ImagesPart(Part):
         if not missing:
             return None
         if request.rid not in self._open:
-            self._open[request.rid] = Job(request.message.account, missing.values(), self._states, self._turns)
+            self._open[request.rid] = Job(request.message.account, missing.values(), self._states, self._threads)
         return "images of", request.rid
 
     def poll(self, step_s: float) -> Sequence[TokenEvent]:
@@ -168,4 +168,4 @@ class ImagesPart(Part):
         state.figures |= {"image_requests": self._requests, "image_tiles": self._states.calls}
 
     def close(self) -> None:
-        self._turns.close()
+        self._threads.close()

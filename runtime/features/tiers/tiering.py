@@ -90,7 +90,7 @@ class Tiering(Part):
     def kv_events(self) -> Mapping[str, list[Event]]:
         return self.tiers.worker.ledger.take()
 
-    def places(self, nodes: Sequence[int]) -> Generator[None, None, dict[int, list[str]]]:
+    def tiers_of(self, nodes: Sequence[int]) -> Generator[None, None, dict[int, list[str]]]:
         keys = [self.tiers.keys.get(node) for node in nodes]
         places = (yield from _wait(self.tiers.worker.where(keys))) if any(keys) else [[] for _ in nodes]
         return dict(zip(nodes, places, strict=True))

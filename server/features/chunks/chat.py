@@ -12,7 +12,7 @@ from runtime.frontend.output import Prompt
 from server.features.chunks.given import GivenDocument, GivenDocuments
 from server.features.chunks.schemas import SchemaStore
 from server.features.parts import FeaturePart, Stores
-from server.http.wire import Body, JsonObject, Text
+from server.http.body import Body, JsonObject, Text
 
 
 def _arguments(given: dict[str, Any]) -> dict[str, str]:

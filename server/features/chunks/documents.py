@@ -18,7 +18,7 @@ from server.features.chunks.precompute import Precompute
 from server.features.chunks.routes import object_router
 from server.features.chunks.store import Store, Stored
 from server.generation.bodies import Scoped
-from server.http.wire import Text, example
+from server.http.body import Text, example
 
 if TYPE_CHECKING:
     from runtime.features.chunks.documents.plan import DocumentPrompt

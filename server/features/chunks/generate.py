@@ -13,7 +13,7 @@ from runtime.frontend.output import Prompt, prompts_of
 from server.features.chunks.given import MAX_SEGMENTS, GivenDocument
 from server.features.chunks.schemas import SchemaStore
 from server.features.parts import Stores
-from server.http.wire import Body, OneOrLists, OneOrMany, Text
+from server.http.body import Body, OneOrLists, OneOrMany, Text
 
 
 class Segment(Body):

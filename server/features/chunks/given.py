@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from runtime.features.chunks.documents.prompt import Document
 from server.features.chunks.documents import DocumentStore, Title
 from server.features.parts import Stores
-from server.http.wire import Body, Text
+from server.http.body import Body, Text
 
 # Most texts and documents in a prompt.
 MAX_SEGMENTS = 4096

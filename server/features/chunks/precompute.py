@@ -19,8 +19,8 @@ from server.errors import Conflict, Forbidden
 from server.features.chunks.store import Store, Stored
 from server.generation.bodies import Scoped
 from server.generation.service import GenerationService
+from server.http.body import Body
 from server.http.sse import while_there
-from server.http.wire import Body
 
 
 class Precompute(Body, Scoped, ABC):

@@ -19,7 +19,7 @@ from server.features.chunks.routes import object_router
 from server.features.chunks.store import Store, Stored
 from server.generation.bodies import Scoped
 from server.http.answers import JsonList
-from server.http.wire import Text, example
+from server.http.body import Text, example
 
 if TYPE_CHECKING:
     from runtime.features.chunks.schemas.compile import ModulePrompt

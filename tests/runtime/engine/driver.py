@@ -18,7 +18,7 @@ from runtime.errors import RametError
 from runtime.features.grammars.part import Grammars
 from runtime.opening import open_engine
 from runtime.params import SamplingParams
-from runtime.protocol import Abort, AddRequest, Ask, Finish, Reply, TokenEvent, encode, outbound_decoder
+from runtime.protocol import Abort, AddRequest, CallEngine, Finish, Reply, TokenEvent, encode, outbound_decoder
 from runtime.request import Request
 
 A = TypeVar("A")
@@ -36,7 +36,7 @@ def make_core(path: Path, **options: Any) -> EngineCore:
 
 def call(core: EngineCore, asked: EngineCall[A]) -> A:
     """The answer to an operator's call, after as many steps as it takes. Raises RametError."""
-    core.handle(Ask(0, asked))
+    core.handle(CallEngine(0, asked))
     until = time.monotonic() + 60
     while not (replies := core.settle()):
         core.step()
@@ -101,7 +101,7 @@ class Driver:
     def begin(self, number: int, asked: EngineCall) -> None:
         """Begin an operator's call; `replies` has its reply, as soon as there is one."""
         self.calls[number] = asked
-        self.core.handle(Ask(number, asked))
+        self.core.handle(CallEngine(number, asked))
         self.settle()
 
     def settle(self) -> None:

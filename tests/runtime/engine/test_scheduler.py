@@ -242,11 +242,11 @@ def test_those_who_wait_are_matched_again_with_what_was_computed():
 
 def test_places_are_counted_where_the_last_one_is_taken():
     engine = Engine(schedule_policy="balanced", max_running=2)
-    engine.scheduler.waiting._places = 2.0
+    engine.scheduler.waiting._seats = 2.0
     for rid, places in (("a", 2.0), ("b", 2 + 1 / 9)):
         engine.add(rid, prompt(ord(rid), 3))
         engine.step()
-        assert engine.scheduler.waiting._places == pytest.approx(places)
+        assert engine.scheduler.waiting._seats == pytest.approx(places)
 
 
 def test_nobody_overtakes_for_the_last_place_without_credit():
@@ -254,7 +254,7 @@ def test_nobody_overtakes_for_the_last_place_without_credit():
         engine = Engine(schedule_policy="balanced", max_running=1)
         engine.add("p", prompt(2, 8), new=1)
         engine.step()
-        engine.scheduler.waiting._places = places
+        engine.scheduler.waiting._seats = places
         engine.add("a", prompt(1, 4))
         engine.add("b", prompt(2, 9))
         engine.step()

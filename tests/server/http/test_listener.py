@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 from runtime.config import SchedulerConfig
 from server.http import listener
 from server.http.admission import AdmissionMiddleware
-from server.http.connections import Connection
+from server.http.connections import HttpConnection
 from server.http.limits import BodyLimit
 from server.http.listener import Listener, TooFewDescriptors, most_connections
 
@@ -62,7 +62,7 @@ class Served:
         state, loop = ServerState(), asyncio.get_running_loop()
 
         def connect(on_end):
-            return Connection(on_end, 30.0, {}, config=config, server_state=state, _loop=loop)
+            return HttpConnection(on_end, 30.0, {}, config=config, server_state=state, _loop=loop)
 
         await Listener(self.socket, connect, MOST).accept()
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from runtime.engine.core import EngineCore
+from runtime.fair_threads import Piece
 from runtime.features.images.ask import ImagesAsk, TileRun
 from runtime.features.images.decoder import Order, decode
 from runtime.features.images.part import ImagesPart
 from runtime.features.images.rules import Rules, load_rules, tokens_of
 from runtime.features.images.tower import values_of
-from runtime.turns import Piece
 from tests.runtime.features.chunks.plain import draw_tokens
 from tests.runtime.features.images.seeing import KINDS, file_of, picture, save_seeing
 from tests.runtime.reuse.contract.subject import NEW, Subject, World

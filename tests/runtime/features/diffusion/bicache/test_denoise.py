@@ -104,12 +104,12 @@ def test_logits_that_are_no_numbers_end_their_request_alone(any_dir, monkeypatch
     core, decoding = driver.core, driver.core.decoding
     choose, batch_sizes, run = decoding.choose, [], core.executor.run
 
-    def poisoned(work, places, logits, version):
+    def poisoned(work, logit_rows, logits, version):
         logits = logits.clone()
-        for item, (place, *_) in zip(work, places, strict=True):
+        for item, (mine, *_) in zip(work, logit_rows, strict=True):
             if item.request.rid == "bad" and item.request.decoding_state.num_steps == 1:
-                logits[place.start, 7] = value
-        return choose(work, places, logits, version)
+                logits[mine.start, 7] = value
+        return choose(work, logit_rows, logits, version)
 
     def counted(batch):
         batch_sizes.append(len(core.scheduler.running))

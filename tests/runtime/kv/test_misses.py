@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from radix import Namespace
-from runtime.kv.lookup import look_up
+from runtime.kv.misses import look_up
 from runtime.protocol import Lookup
 from tests.runtime.kv.test_cache import EVERYBODY, T, keep, key, make_cache
 

@@ -2,7 +2,7 @@
 
 The rules are the same for all routes. Null means the default, because clients send null for fields that they do not
 use. A body lists the known fields of other servers: those without effect, aliases, and unsupported fields with their
-accepted values. `strangers.py` has the rule for unknown fields. Where an answer cannot name them (`Named`), all are
+accepted values. `unknown_fields.py` has the rule for all others. Where an answer cannot name them (`Named`), all are
 refused. Types are strict: a string is no number and `true` is not 1, but 1.0 is an integer.
 
 Validation stops at a list's first error and tries one branch of a union: errors for 1 MB of body would take 1 GB.
@@ -30,7 +30,7 @@ from pydantic_core.core_schema import no_info_before_validator_function
 
 from runtime.errors import InvalidRequest
 from runtime.json_text import check_unicode
-from server.http import fields, strangers
+from server.http import fields, unknown_fields
 
 # Most prompts in one request.
 MAX_BATCH = 1024
@@ -121,37 +121,37 @@ class Body(BaseModel):
                     raise InvalidRequest(f"{name} and {own} are the same field, with two values", param=name)
             elif cls.model_config["extra"] == "ignore":
                 continue
-            elif meant := cls.WITHIN.get(name) or strangers.meant(name, own_names):
+            elif meant := cls.WITHIN.get(name) or unknown_fields.meant(name, own_names):
                 names = {"field": name, "meant": meant}
                 raise PydanticCustomError("extra_forbidden", "unknown field {field}; did you mean {meant}?", names)
-            elif cls.IS_OWN or not strangers.leave_out_unknown(name, value):
+            elif cls.IS_OWN or not unknown_fields.leave_out_unknown(name, value):
                 return used | {name: value}
         return used
 
     @staticmethod
     def _without(name: str) -> None:
         """Leave out a sampler that Ramet does not have. Raises InvalidRequest for other unsupported fields."""
-        if name not in fields.SAMPLERS or not strangers.leave_out(name):
+        if name not in fields.SAMPLERS or not unknown_fields.leave_out(name):
             raise InvalidRequest(f"{name} is not supported{fields.INSTEAD.get(name, '')}", param=name)
 
 
 class Named(Body):
     """Base of bodies whose answers name what is left out of the request."""
 
-    _strangers: list[str] = PrivateAttr(default_factory=list)
+    _left_out: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="wrap")
     @classmethod
-    def _with_strangers(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        with strangers.collected() as found:
+    def _with_left_out(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        with unknown_fields.collected() as found:
             body = handler(data)
-        body._strangers += found
+        body._left_out += found
         return body
 
     @property
     def left_out(self) -> list[str]:
         """What the answer does not regard: unknown fields, tools, and parts of messages."""
-        return self._strangers
+        return self._left_out
 
 
 def _unicode(text: str) -> str:

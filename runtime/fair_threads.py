@@ -27,7 +27,7 @@ class Piece(Future[T]):
         self.work = work
 
 
-class Turns:
+class FairThreads:
     """A few threads for accounts that may each submit any amount of work.
 
     Each account has a queue, and threads serve the queues round-robin: an account waits for at most one task of each

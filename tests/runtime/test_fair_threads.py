@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.turns import Turns
+from runtime.fair_threads import FairThreads
 
 
 @pytest.fixture
@@ -36,70 +36,72 @@ def in_turns(asked: list[str]) -> list[int]:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from("abc"), max_size=20), st.sets(st.integers(0, 19)))
 def test_accounts_take_turns(asked, left):
-    turns, started, done = Turns(1, "test"), threading.Event(), []
-    turns.submit("first", started.wait)
-    pieces = [turns.submit(account, lambda i=i: done.append(i)) for i, account in enumerate(asked)]
+    threads, started, done = FairThreads(1, "test"), threading.Event(), []
+    threads.submit("first", started.wait)
+    pieces = [threads.submit(account, lambda i=i: done.append(i)) for i, account in enumerate(asked)]
     for i, piece in enumerate(pieces):
         assert i not in left or piece.cancel(), "its turn has not come"
     started.set()
     for i, piece in enumerate(pieces):
         if i not in left:
             piece.result(60)
-    turns.close()
+    threads.close()
     assert done == [i for i in in_turns(asked) if i not in left]
 
 
 def test_an_account_that_floods_leaves_a_thread_to_the_others(gate):
-    turns = Turns(3, "test")
+    threads = FairThreads(3, "test")
     for _ in range(100):
-        turns.submit("flood", gate.wait)
-    assert turns.submit("other", lambda: "done").result(60) == "done"
-    other = [turns.submit("other", gate.wait), turns.submit("third", lambda: "done")]
+        threads.submit("flood", gate.wait)
+    assert threads.submit("other", lambda: "done").result(60) == "done"
+    other = [threads.submit("other", gate.wait), threads.submit("third", lambda: "done")]
     assert not other[1].done(), "two accounts have all threads"
     gate.set()
     assert other[1].result(60) == "done"
-    turns.close()
+    threads.close()
 
 
 def test_whoever_leaves_before_the_turn_costs_nothing(gate):
     async def main() -> None:
-        turns = Turns(1, "test")
-        busy, begun = turns.submit("a", gate.wait), []
-        tasks = [asyncio.create_task(turns.run("a", lambda: begun.append(1))) for _ in range(50)]
+        threads = FairThreads(1, "test")
+        busy, begun = threads.submit("a", gate.wait), []
+        tasks = [asyncio.create_task(threads.run("a", lambda: begun.append(1))) for _ in range(50)]
         await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         gate.set()
-        await turns.run("a", lambda: None)
+        await threads.run("a", lambda: None)
         assert (busy.result(), begun) == (True, [])
-        turns.close()
+        threads.close()
 
     asyncio.run(main())
 
 
 def test_an_error_is_the_callers_and_ends_no_thread():
-    turns = Turns(1, "test")
-    assert isinstance(turns.submit("a", lambda: 1 // 0).exception(60), ZeroDivisionError)
-    assert turns.submit("a", lambda: 1).result(60) == 1
-    assert not turns._running
-    turns.close()
+    threads = FairThreads(1, "test")
+    assert isinstance(threads.submit("a", lambda: 1 // 0).exception(60), ZeroDivisionError)
+    assert threads.submit("a", lambda: 1).result(60) == 1
+    assert not threads._running
+    threads.close()
 
 
 def test_nobody_waits_for_threads_that_are_closed(gate):
-    turns = Turns(1, "test")
-    turns.submit("a", gate.wait)
-    waiting = turns.submit("b", lambda: None)
-    turns.close()
+    threads = FairThreads(1, "test")
+    threads.submit("a", gate.wait)
+    waiting = threads.submit("b", lambda: None)
+    threads.close()
     assert waiting.cancelled()
 
 
 def test_a_thread_that_cannot_be_started_costs_no_place(monkeypatch):
-    turns = Turns(1, "test")
+    threads = FairThreads(1, "test")
     with monkeypatch.context() as patched:
-        patched.setattr(turns._pool, "submit", lambda *_: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
-        failed = turns.submit("a", lambda: 1)
+        patched.setattr(
+            threads._pool, "submit", lambda *_: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
+        )
+        failed = threads.submit("a", lambda: 1)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         failed.result(60)
-    assert turns.submit("a", lambda: 2).result(60) == 2
-    turns.close()
+    assert threads.submit("a", lambda: 2).result(60) == 2
+    threads.close()
