@@ -9,7 +9,7 @@ from runtime.calls import Ping
 from runtime.engine.loop import _NOTHING_TO_RUN_MS, EngineLoop
 from runtime.engine.part import Parts
 from runtime.kv.pool import zeros
-from runtime.protocol import Failed
+from runtime.protocol import CallEngine, Failed
 
 
 class _Ended(Exception):
