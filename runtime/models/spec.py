@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -262,6 +262,14 @@ def _linear_tensors(shapes: dict[str, tuple[int, int, bool]]) -> dict[str, tuple
     return found
 
 
+# What KV depends on, beside the weights.
+_IN_KV = sorted(
+    {one.name for one in fields(DecoderSpec)}
+    - {"architecture", "model_type", "context_length", "eos_token_ids", "vocab_size", "tie_embeddings"}
+    - {"fingerprint", "near"}
+)
+
+
 def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderSpec:
     named = architecture_of(config)
     if named in SEEING:
@@ -281,7 +289,6 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderS
         rope, near_rope = _rope(config, named, head_dim, latent), None
     experts, windows = _experts(config, architecture), _windows(config, family)
     sees, block = _sees(config, architecture)
-    others = [one for one in (experts, near_rope, windows, recurrence, latent, rope.axes) if one]
     spec = DecoderSpec(
         architecture=named,
         model_type=config.get("model_type") or "",
@@ -301,7 +308,7 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderS
         context_length=positive_size(config, "max_position_embeddings") // block * block,
         eos_token_ids=token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         rope=rope,
-        fingerprint=repr((rope, *others)) if others else repr(rope),
+        fingerprint="",
         windows=windows,
         fused_qkv=architecture == "LLaDA2MoeModelLM",
         experts=experts,
@@ -320,7 +327,7 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> DecoderS
         halves=1 if latent else 2,
     )
     _check_shape(spec)
-    return spec
+    return replace(spec, fingerprint=repr([getattr(spec, name) for name in _IN_KV]))
 
 
 def _translated(config: dict[str, Any], architecture: str) -> dict[str, Any]:

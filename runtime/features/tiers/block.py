@@ -41,7 +41,7 @@ class Fingerprint(NamedTuple):
     dtype: str
     layout: str
     page_size: int
-    rope: str
+    spec: str
     shard: str = "0/1"
     kind: str = "causal"
 

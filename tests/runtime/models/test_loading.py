@@ -181,8 +181,16 @@ def test_sliding_windows(copy, architecture, fields, windows):
     spec = DecoderSpec.load(copy)
     assert (spec.windows, spec.context_length) == (windows, 9000)
     # Keys behind a window are others: stored ones are not exchanged between two configurations of the same weights.
-    edit(copy, drop=["sliding_window", "use_sliding_window", "layer_types"], architectures=["Qwen3ForCausalLM"])
+    edit(copy, sliding_window=None)
     assert (DecoderSpec.load(copy).fingerprint == spec.fingerprint) == (not windows)
+
+
+def test_kv_of_another_configuration_of_the_same_weights_is_not_taken(copy):
+    first = DecoderSpec.load(copy).fingerprint
+    edit(copy, eos_token_id=1, max_position_embeddings=77)
+    assert DecoderSpec.load(copy).fingerprint == first
+    edit(copy, rms_norm_eps=0.5)
+    assert DecoderSpec.load(copy).fingerprint != first
 
 
 def test_quantised_tensors_without_their_scales_are_refused(copy):
