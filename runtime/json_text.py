@@ -49,8 +49,10 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(text: bytes) -> Any:
-    """As `json.loads`, in less time: long strings of UTF-8 take a tenth. Raises its errors."""
+    """As `json.loads`, with its errors. Long strings of ASCII take a tenth of its time, others up to half more."""
     try:
+        if text.count(rb"\u") > len(text) >> 6:  # which take three times as long
+            return json.loads(text)
         return from_json(text, allow_inf_nan=False, cache_strings="none")
     except ValueError:  # this reader takes no NaN and no lone surrogate; its errors name no place
         return json.loads(text)

@@ -25,7 +25,9 @@ class OpenCalls:
 
     def learn(self, answers: Answers) -> None:
         """Add the handlers of a part: `Part.answers`."""
-        self._handlers.update(answers)
+        for kind, handler in answers:
+            assert kind not in self._handlers, "one part answers a call"
+            self._handlers[kind] = handler
 
     def ask(self, number: int | None, call: EngineCall[object]) -> None:
         """Begin a call. `replies` returns its reply later, unless `number` is None."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +14,7 @@ from fastapi import Path as PathParameter
 from msgspec.structs import asdict, replace
 from pydantic import Field, model_validator
 
-from radix.views import NodeView
+from radix.views import NodeView, fields_of
 from runtime import calls
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
@@ -220,10 +219,7 @@ def _show(
     node: NodeView, tiers: Mapping[int, list[str]] | None, context: Context, id_of: Callable[[int], int]
 ) -> JsonObject:
     """A node with its tenant's name instead of its namespace (a digest and a salt)."""
-    shown: JsonObject = dataclasses.asdict(node) | {
-        "id": id_of(node.id),
-        "tenant": context.tenant_name(node.namespace.tenant),
-    }
+    shown: JsonObject = fields_of(node) | {"id": id_of(node.id), "tenant": context.tenant_name(node.namespace.tenant)}
     shown["parent"] = None if node.parent is None else id_of(node.parent)
     del shown["namespace"], shown["preview"]
     if tiers is not None:

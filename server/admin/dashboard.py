@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import contextlib
-import dataclasses
 import hashlib
 import time
 from collections import deque
@@ -16,7 +15,7 @@ from fastapi.responses import HTMLResponse, Response
 from msgspec.structs import asdict, replace
 
 from radix import Eviction
-from radix.views import Block
+from radix.views import Block, fields_of
 from runtime.calls import GetOutline, GetRequests, GetState
 from runtime.errors import Overloaded, RametError
 from server.admin.cache import pins_of, preview_tokens, quota_of
@@ -228,7 +227,7 @@ class Feed:
 
     def _named(self, one: Block | Eviction) -> JsonObject:
         """With the tenant's name, the salt and the kind of entry in place of `namespace`."""
-        shown, space = dataclasses.asdict(one), one.namespace
+        shown, space = fields_of(one), one.namespace
         del shown["namespace"]
         kind = space.entry.partition(":")[0]
         return {**shown, "tenant": self.context.tenant_name(space.tenant), "salt": space.salt, "kind": kind}

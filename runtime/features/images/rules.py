@@ -187,7 +187,7 @@ def tokens_of(digest: bytes, rows: int) -> array[int]:
     Each has 31 bits of its own, so that n rows are taken for those of another tile with a probability of 2 ** (-31 n).
     """
     bits = array("i", hashlib.shake_128(digest).digest(4 * rows))
-    return array("i", [min(one | -(1 << 31), -2) for one in bits])  # -1 pads pages
+    return array("i", [min(one | -(1 << 31), -3) for one in bits])  # -1 and -2 pad pages
 
 
 def _processor(directory: Path) -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ from array import array
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -168,9 +167,11 @@ class Tiering(Part):
         load = self.tiers.ask([run], pin.namespace.owner)
         if load is not None:
             self._returning.setdefault(load, []).append(pin)
-        elif pin.namespace.entry:
-            with suppress(PinRefused):
+        elif pin.namespace.entry or min(array("i", pin.tokens), default=0) < 0:  # no tokens alone compute it again
+            try:
                 self._core.cache.pins.pin(run.tokens, pin.namespace, pin.name, left_s)
+            except PinRefused as refused:
+                log.warning("pin %s does not return: %s", pin.name or "without a name", refused)
         else:  # the missing part of a prefix is computed
             self._core.calls.ask(None, AddPin(pin.tokens, pin.namespace, "", pin.name, left_s))
 

@@ -55,7 +55,7 @@ class Tiers(Watcher):
 
     Attributes:
         loads: the loads that have not ended.
-        counters: counters of loads; `worker.stats()` has the counters of the stores.
+        counters: counters of loads; `worker.states()` has those of the stores.
         loaded_tokens: number of loaded tokens by tier.
         keys: block keys by page, for pages of the tree whose blocks were written or loaded.
     """

@@ -46,22 +46,26 @@ class Attention {
     void plan(const Span* spans, const Edge* edges, int64_t num_edges, int64_t num_rows, int threads) {
         spans_ = spans, edges_ = edges, num_edges_ = num_edges, num_rows_ = num_rows;
         pieces_.clear(), links_.clear(), slot_.clear();
-        const int64_t least_chain = 2 * kFewRows / group_ + 1, least = std::max<int64_t>(kLeastFoldedRows / group_, 1);
+        const int64_t least = std::max<int64_t>(kLeastFoldedRows / group_, 1);
         const int64_t heads = shape_.kv_heads, wanted = threads * kPiecesPerThread;
-        chains_.find(edges, num_edges, num_rows, {least_chain, least, most_rows_, heads, 2 * threads, wanted},
+        chains_.find(edges, num_edges, num_rows, {least, most_rows_, heads, 2 * threads, wanted},
                      [this](const Edge& edge) { return edge.hidden == nullptr && place(edge) == 0; });
         // The cost of a piece is measured in keys x tiles of rows.
-        int64_t work = 0;
-        row_parts_.assign(num_rows + 1, 0);
-        for_each_rows([&](const Edge& edge, int64_t from, int64_t rows, int64_t, int64_t keys) {
-            work += keys * tiles(rows) * shape_.kv_heads;
-            for (int64_t i = from; i < from + rows; ++i) ++row_parts_[edge.rows[i] + 1];
-        });
+        int64_t chained = 0, largest = 0;
+        for (const Chains::Run& run : chains_.runs()) {
+            chained += add_run(run);
+            largest = std::max(largest, pieces_.back().cost);
+        }
+        int64_t work = count_loose();
+        if (largest * threads > work + chained) {  // one thread would work while the others wait
+            chains_.clear(), pieces_.clear(), links_.clear();
+            chained = 0, work = count_loose();
+        }
+        work += chained;
         std::vector<bool> has_one_edge(num_rows);
         for (int64_t row = 0; row < num_rows; ++row) has_one_edge[row] = row_parts_[row + 1] == 1;
         row_parts_.assign(num_rows + 1, 0);
         for (const Chains::Run& run : chains_.runs()) {
-            work += add_run(run);
             std::fill(row_parts_.begin() + run.first + 1, row_parts_.begin() + run.last + 1, 1);
         }
         const int64_t share = work / (threads * kPiecesPerThread) + 1;
@@ -169,6 +173,17 @@ class Attention {
     }
 
   private:
+    // The cost of the rows outside of chains; `row_parts_` gets the number of edges of each.
+    int64_t count_loose() {
+        int64_t work = 0;
+        row_parts_.assign(num_rows_ + 1, 0);
+        for_each_rows([&](const Edge& edge, int64_t from, int64_t rows, int64_t, int64_t keys) {
+            work += keys * tiles(rows) * shape_.kv_heads;
+            for (int64_t i = from; i < from + rows; ++i) ++row_parts_[edge.rows[i] + 1];
+        });
+        return work;
+    }
+
     static constexpr int64_t kSection = 16 * kKeys;
     static constexpr int64_t kFoldedRows = 192;     // of a piece: enough to repay packing a block
     static constexpr int64_t kLeastFoldedRows = 48;  // of a chain's piece
@@ -458,7 +473,8 @@ class Attention {
     Upcoming upcoming(const Piece& piece, int64_t index, const Piece* after, const LayerKV& kv, int64_t begin) const {
         if (begin < links_[index].end) return upcoming(piece, links_[index], kv, begin);
         if (++index < piece.last) return upcoming(piece, links_[index], kv, links_[index].begin);
-        return after == nullptr ? Upcoming() : upcoming(*after, links_[after->first], kv, links_[after->first].begin);
+        const bool none = after == nullptr || after->first == after->last;
+        return none ? Upcoming() : upcoming(*after, links_[after->first], kv, links_[after->first].begin);
     }
     Upcoming upcoming(const Piece& piece, const Link& link, const LayerKV& kv, int64_t begin) const {
         const int64_t bytes = shape_.dim * (shape_.is_bf16 ? 2 : 4);

@@ -38,8 +38,7 @@ class Chains {
 
     // How to cut chains into runs. A run is not cut along the keys, so it takes enough runs for all threads.
     struct Sizes {
-        int64_t least_chain;  // rows; fewer are no chain
-        int64_t least, most;  // rows of a run
+        int64_t least, most;  // rows of a run; fewer are no chain, as others may read the same keys with them
         int64_t heads;        // pieces of a run
         int64_t least_pieces, wanted_pieces;
     };
@@ -67,7 +66,7 @@ class Chains {
             for (next = row + 1; next < num_rows && !ends[next] && loose[next] == loose[row]; ++next) {
                 several |= count[next] > 1;
             }
-            if (loose[row] || !several || next - row < sizes.least_chain) continue;
+            if (loose[row] || !several || next - row < sizes.least) continue;
             chains.push_back({row, next});
             rows += next - row;
         }
@@ -86,6 +85,7 @@ class Chains {
         std::iota(ids_.begin(), ids_.end(), 0);
     }
 
+    void clear() { runs_.clear(); }
     const std::vector<Run>& runs() const { return runs_; }
     bool has(int64_t row) const { return !runs_.empty() && has_[row]; }
     // The numbers of a run's rows.
@@ -108,7 +108,7 @@ class Chains {
 
     std::vector<Run> runs_;
     std::vector<bool> has_, fits_;  // [num_rows], if there are runs; [num_edges]
-    std::vector<int32_t> ids_;             // 0 to num_rows - 1, if there are runs
+    std::vector<int32_t> ids_;      // 0 to num_rows - 1, if there are runs
 };
 
 }  // namespace ramet

@@ -88,6 +88,14 @@ def test_fields_of_a_fingerprint_do_not_run_into_each_other():
     )
 
 
+def test_what_a_tower_sees_is_part_of_the_keys_of_images_alone():
+    one, other = (Format(FINGERPRINT.digest(), sight=sight) for sight in (b"one", b"other"))
+    for padded in (tokens(1, 2, -1, -1), tokens(1, 2, -2, -2)):
+        assert one.key(ROOT, Namespace(), padded) == other.key(ROOT, Namespace(), padded)
+    image = tokens(1, 2, -3, 4)
+    assert one.key(ROOT, Namespace(), image) != other.key(ROOT, Namespace(), image)
+
+
 def test_another_key_namespace_or_other_tokens_are_a_mismatch():
     assert FORMAT.decode(STORED, BLOCK._replace(key=bytes(16))) is Mismatch.KEY
     for other in (Namespace("bob"), Namespace("alice", "salt"), Namespace("alice", "", "module:1"), Namespace()):
