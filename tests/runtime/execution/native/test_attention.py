@@ -170,6 +170,15 @@ def test_a_row_gets_the_same_bits_in_every_company(library, heads, kv_heads, dim
                 assert torch.equal(chunks(shared, threads), wanted)
 
 
+def test_runs_of_rows_that_see_no_key_are_zero(library):
+    world, plan = World(library, page_size=16, heads=14, kv_heads=2, dim=64), AttentionPlan(80)
+    for _ in "12":
+        plan.add(slice(0, 40), world.span(100))
+    for _ in "12":
+        plan.add(slice(40, 80), world.span(90), np.zeros(40, np.int32))
+    world.check(plan)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(14, 2, 64), (4, 4, 24)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_read_many_spans_get_the_same_bits_in_every_company(library, heads, kv_heads, dim, dtype):
