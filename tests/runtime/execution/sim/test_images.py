@@ -31,7 +31,7 @@ def model(request, default_model_dir, tmp_path):
 def test_steady_decode(model, device):
     path, tokens, asked = model
     engine = Engine(device, path)
-    engine.core.part(ImagesPart)._turns.submit = at_once  # no other thread is simulated
+    engine.core.part(ImagesPart)._threads.submit = at_once  # no other thread is simulated
     engine.send("sees", tokens, {"max_new_tokens": 60}, images=asked)
     engine.begin_decode([tokens[:9]])
     events = engine.watch_steps(STEPS)

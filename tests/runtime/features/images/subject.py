@@ -81,7 +81,7 @@ class Images(Subject):
 
     def core(self, **options: Any) -> EngineCore:
         core = super().core(**options)
-        core.part(ImagesPart)._turns.submit = at_once  # the number of steps depends on no thread
+        core.part(ImagesPart)._threads.submit = at_once  # the number of steps depends on no thread
         return core
 
     def draw(self, draw: random.Random) -> Prompt:

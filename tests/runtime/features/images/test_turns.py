@@ -36,7 +36,7 @@ class Gate:
 
     def wait(self) -> None:
         """Until the tower's thread has nothing more to do."""
-        while self.part._turns._running:
+        while self.part._threads._running:
             time.sleep(0.01)
 
 
