@@ -16,7 +16,7 @@ from runtime.errors import ModelError
 from runtime.models.config_json import holds_codes
 from runtime.models.families import SEEING
 from runtime.models.spec import DecoderSpec, ModelSpec
-from runtime.models.tensor_files import FLOATS, TensorFiles, check_tensor, dtype_of, find_files, locate, open_file
+from runtime.models.tensor_files import FLOATS, check_tensor, dtype_of, find_files, locate, open_file
 
 if TYPE_CHECKING:
     from runtime.models.shards import Shard
@@ -51,7 +51,6 @@ def load_weights(
 
 
 def _read_tensors(directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    _check_head(directory, spec)
     expected = spec.expected_tensors()
     names = {spec.stored_name(name): name for name in expected}
     files = locate(directory, list(names))
@@ -65,18 +64,6 @@ def _read_tensors(directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> Ite
                     own = names[name]
                     yield own, _read(file, path, name, expected[own], dtype_of(own, spec, dtype))
                     bar.update()
-
-
-def _check_head(directory: Path, spec: DecoderSpec) -> None:
-    """Raise ModelError if a head is tied to the embedding, and the checkpoint has another one."""
-    stored, head = TensorFiles(directory), spec.stored_name("lm_head.weight")
-    embedding, shape = spec.stored_name("model.embed_tokens.weight"), (spec.vocab_size, spec.hidden_size)
-    if not spec.tie_embeddings or head not in stored or embedding not in stored:
-        return
-    if not torch.equal(stored.get(head, FLOATS, shape), stored.get(embedding, FLOATS, shape)):
-        raise ModelError(
-            f"config.json ties the head to the embedding, but {head} differs from it: set tie_word_embeddings to false"
-        )
 
 
 def find_weights(directory: Path) -> list[Path]:

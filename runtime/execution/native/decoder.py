@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from runtime.models.stored import StoredTensors
 
 
+def _check_states(states: torch.Tensor, shape: tuple[int, int]) -> None:
+    if states.shape != shape or states.dtype != torch.float32 or not states.is_contiguous():
+        raise ValueError(f"hidden states must be contiguous float32 {shape}, not {states.dtype} {(*states.shape,)}")
+
+
 class NativeDecoder:
     """The decoder stack and head over a paged pool on the CPU.
 
@@ -225,10 +230,7 @@ class NativeDecoder:
             several = (c.HiddenRowsStruct * len(given))()
             for to, one in zip(several, given, strict=True):
                 # Not `pointer`, which may copy: the kernel writes into the caller's tensor.
-                shape = (len(one.rows), self.spec.hidden_size)
-                if one.states.shape != shape or one.states.dtype != torch.float32 or not one.states.is_contiguous():
-                    found = f"{one.states.dtype} {(*one.states.shape,)}"
-                    raise ValueError(f"hidden states must be contiguous float32 {shape}, not {found}")
+                _check_states(one.states, (len(one.rows), self.spec.hidden_size))
                 to.rows, to.num_rows, to.states = pointer(one.rows), len(one.rows), one.states.data_ptr()
                 to.adds = one.adds
             kept.append(several)

@@ -113,7 +113,8 @@ class Format:
     def key(self, parent: BlockKey, namespace: Namespace, tokens: bytes) -> BlockKey:
         """The key of the block that follows `parent`; `ROOT` is the parent of a namespace's first block."""
         seen = self._sight and np.frombuffer(tokens, "<i4").min(initial=0) < -2  # -1 and -2 pad pages
-        return _digest(self._secret, parent, namespace.to_bytes(), tokens, *([self._sight] if seen else []))
+        fields = [self._secret, parent, namespace.to_bytes(), tokens]
+        return _digest(*fields, self._sight) if seen else _digest(*fields)
 
     def chain(self, namespace: Namespace, tokens: bytes, block_bytes: int, parent: BlockKey = ROOT) -> Iterator[Block]:
         """The whole blocks of tokens that follow `parent`; `block_bytes`: bytes of a block's tokens."""

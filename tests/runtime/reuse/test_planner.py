@@ -66,7 +66,7 @@ def test_a_plan_that_grows_is_the_plan_made_anew(ids_dir, monkeypatch, drafts, o
             assert item.request.row_layers - now == now - was
             item.request.row_layers = now
         assert seen(found.batch, core.info.page_size) == seen(anew.batch, core.info.page_size)
-        assert (found.places, found.row_layers) == (anew.places, anew.row_layers)
+        assert (found.logit_rows, found.row_layers) == (anew.logit_rows, anew.row_layers)
         assert found.batch.logits_rows.tolist() == anew.batch.logits_rows.tolist()
         return found
 

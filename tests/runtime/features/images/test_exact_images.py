@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from radix import Namespace
-from runtime.calls import EraseTenant, GetPins, GetTree, PinNode
+from runtime.calls import EraseTenant
 from runtime.features.images.part import ImagesPart
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
@@ -101,22 +101,6 @@ def test_restored_from_a_disk_after_a_restart(seeing_dir, tmp_path, encoded, exp
     read = [(tokens, asked, again.cached(f"r{i}")) for i, (tokens, asked) in enumerate(encoded[:2])]
     behind = {(*tokens[run.start : run.stop],) for tokens, asked, end in read for run in asked.runs if run.stop > end}
     assert tiles(again) <= len(behind), "what the disk has needs no tower"
-
-
-def test_a_pin_of_an_image_returns_after_a_restart(seeing_dir, tmp_path, encoded, expected):
-    options = {"disk_cache": str(tmp_path / "kv"), "page_size": 4}
-    driver = Driver(make_core(seeing_dir, **options))
-    assert answers(driver, encoded[:1]) == expected[:1]
-    node = max(call(driver.core, GetTree()).nodes, key=lambda one: one.start + one.tokens)
-    call(driver.core, PinNode(node.id, node.start))
-    (pinned,) = call(driver.core, GetPins()).pins
-    driver.core.close()
-    again = Driver(make_core(seeing_dir, **options))
-    always(again.core)
-    while not (pins := call(again.core, GetPins()).pins):
-        again.step()
-    assert [pin.tokens for pin in pins] == [pinned.tokens]
-    again.core.close()
 
 
 @pytest.mark.parametrize("file", ["preprocessor_config.json", "config.json"])
