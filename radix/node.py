@@ -11,8 +11,9 @@ from sortedcontainers import SortedList
 from radix.namespace import Namespace
 
 TOKEN_BYTES = 4
-# The token that fills the pages of attached runs (`radix.attached`), int32.
-ATTACHED = (-2).to_bytes(TOKEN_BYTES, "little", signed=True)
+# Tokens that pad pages: -1, and that of attached runs (`radix.attached`), int32.
+LEAST_PAD = -2
+ATTACHED = LEAST_PAD.to_bytes(TOKEN_BYTES, "little", signed=True)
 
 # Below this many children a scan for the best partial page is cheaper than keeping them sorted.
 _SORT_FROM = 9

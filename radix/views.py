@@ -1,8 +1,7 @@
 """What operators see of a tree: a node, and a block of an outline."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
-from radix.events import Eviction
 from radix.eviction import Outlook
 from radix.namespace import Namespace
 
@@ -75,11 +74,3 @@ class Block(_Shown):
     chained: int
     total: int
     nodes: int
-
-
-def fields_of(one: NodeView | Block | Eviction) -> dict[str, object]:
-    """The fields by name; an outlook's, too. `dataclasses.asdict` copies all that they hold, in ten times the time."""
-    found = {field.name: getattr(one, field.name) for field in fields(one)}
-    if (outlook := found.get("outlook")) is not None:
-        found["outlook"] = asdict(outlook)
-    return found

@@ -47,7 +47,10 @@ class OpenCalls:
             reply = _advance(number or 0, answer)
             if reply is not None:
                 self.open.remove(one)
-                replies += [] if number is None else [reply]
+                if number is not None:
+                    replies.append(reply)
+                elif reply.failure is not None:  # which nobody else is told
+                    log.warning("a call of the engine's own failed: %s", reply.failure.message)
         return replies
 
     def _answer(self, call: EngineCall[object]) -> Generator[None, None, msgspec.Raw]:

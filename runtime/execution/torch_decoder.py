@@ -191,6 +191,7 @@ class TorchDecoder:
             states: the rows of each sequence, for recurrent layers.
         """
         eps, ops = self.spec.rms_norm_eps, self.ops
+        activate = ops.gelu_and_mul if self.spec.activation == "gelu" else ops.silu_and_mul
         is_near = bool(self.spec.windows) and self.spec.windows[layers.start] is not None
         angles = ops.angles(self.near_rope if is_near else self.rope, positions)
         rows = MixedRows(attend, angles, adapted, states, self.states, self.is_chunked)
@@ -212,7 +213,7 @@ class TorchDecoder:
             add(adapted, index, "gate_up", gate_up, normed)
             is_last = index + 1 == layers.stop
             following = layer.input_norm if is_last else self.layers[index + 1].input_norm
-            inner = (ops.gelu_and_mul if self.spec.activation == "gelu" else ops.silu_and_mul)(gate_up)
+            inner = activate(gate_up)
             if layer.shared_gate is not None:
                 inner *= F.linear(normed, layer.shared_gate).sigmoid()
             if layer.down_norm is None:

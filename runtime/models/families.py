@@ -8,11 +8,15 @@ from typing import NamedTuple
 
 
 class _Names(NamedTuple):
-    """Prefixes that the decoder's tensors have in the checkpoint, and whether its head is the embedding by default."""
+    """Prefixes that the decoder's tensors have in the checkpoint, and whether its head is the embedding.
+
+    `tied`: by default; `tied_by_text`: also where only the text's section of config.json says so.
+    """
 
     model: str
     head: str = ""
     tied: bool = False
+    tied_by_text: bool = False
 
 
 _CAUSAL = {
@@ -55,9 +59,9 @@ SEEING = {
     "Idefics3ForConditionalGeneration": _Names("model.text_model."),
     "SmolVLMForConditionalGeneration": _Names("model.text_model."),
     "Gemma3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
-    "LlavaOnevisionForConditionalGeneration": _Names("language_model.model.", "language_model."),
+    "LlavaOnevisionForConditionalGeneration": _Names("language_model.model.", "language_model.", tied_by_text=True),
     "Mistral3ForConditionalGeneration": _Names("language_model.model.", "language_model.", tied=True),
-    "Qwen2_5_VLForConditionalGeneration": _Names("model."),
+    "Qwen2_5_VLForConditionalGeneration": _Names("model.", tied_by_text=True),
     "Qwen3VLForConditionalGeneration": _Names("model.language_model."),
     "Qwen3_5ForConditionalGeneration": _Names("model.language_model."),
 }

@@ -36,9 +36,6 @@ _GEMMA3 = {
 _QWEN2 = {"vocab_size": 151936, "max_position_embeddings": 32768}
 
 
-_TIED_BY_TEXT = ("LlavaOnevisionForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
-
-
 def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     """The configuration of the decoder of a model that sees. Raises KeyError or Unsupported."""
     text: Any = (
@@ -47,9 +44,10 @@ def as_decoder(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     if (family := _FAMILIES.get(kind := text.get("model_type"))) is None:
         raise Unsupported(f"the decoder of {architecture} is of type {kind!r}; supported are {', '.join(_FAMILIES)}")
     # These fields of the whole model count for its decoder, too.
-    is_tied = text.get("tie_word_embeddings", SEEING[architecture].tied)
+    names = SEEING[architecture]
+    is_tied = text.get("tie_word_embeddings", names.tied)
     # Files of some from before transformers 5 have it in the text's section, beside a false of the whole.
-    ties = config.get("tie_word_embeddings", is_tied) or (architecture in _TIED_BY_TEXT and is_tied)
+    ties = config.get("tie_word_embeddings", is_tied) or (names.tied_by_text and is_tied)
     outer = {"tie_word_embeddings": ties}
     outer |= {name: config[name] for name in ("quantization_config", "eos_token_id") if config.get(name) is not None}
     defaults = _GEMMA3 if family == "Gemma3" else _QWEN2 if family == "Qwen2" else {}

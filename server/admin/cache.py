@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +15,8 @@ from fastapi import Path as PathParameter
 from msgspec.structs import asdict, replace
 from pydantic import Field, model_validator
 
-from radix.views import NodeView, fields_of
+from radix import Eviction, Outlook
+from radix.views import Block, NodeView
 from runtime import calls
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
@@ -227,6 +229,14 @@ def _show(
     if tokens := preview_tokens(node.preview):
         shown["preview"] = context.engine.tokenizer.decode(tokens, skip_special_tokens=False)
     return shown
+
+
+def fields_of(one: NodeView | Block | Eviction) -> JsonObject:
+    """The fields by name; an outlook's, too. `dataclasses.asdict` copies all that they hold, in ten times the time."""
+    found: JsonObject = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+    if isinstance(outlook := found.get("outlook"), Outlook):
+        found["outlook"] = dataclasses.asdict(outlook)
+    return found
 
 
 def preview_tokens(run: bytes, first: int = 0) -> list[int]:

@@ -15,10 +15,10 @@ from fastapi.responses import HTMLResponse, Response
 from msgspec.structs import asdict, replace
 
 from radix import Eviction
-from radix.views import Block, fields_of
+from radix.views import Block
 from runtime.calls import GetOutline, GetRequests, GetState
 from runtime.errors import Overloaded, RametError
-from server.admin.cache import pins_of, preview_tokens, quota_of
+from server.admin.cache import fields_of, pins_of, preview_tokens, quota_of
 from server.admin.history import EVERY_S, MOST, sample
 from server.admin.node_ids import ids_for
 from server.auth.keys import EVERYONE, CurrentTenant, EveryKey, Tenant

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import msgspec
 
+from radix.node import LEAST_PAD
 from runtime.errors import ModelError
 from runtime.models.config_json import architecture_of, read_json
 from runtime.models.seeing import SEEING
@@ -187,7 +188,7 @@ def tokens_of(digest: bytes, rows: int) -> array[int]:
     Each has 31 bits of its own, so that n rows are taken for those of another tile with a probability of 2 ** (-31 n).
     """
     bits = array("i", hashlib.shake_128(digest).digest(4 * rows))
-    return array("i", [min(one | -(1 << 31), -3) for one in bits])  # -1 and -2 pad pages
+    return array("i", [min(one | -(1 << 31), LEAST_PAD - 1) for one in bits])
 
 
 def _processor(directory: Path) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from xxhash import xxh3_128
 
 from radix import Namespace
 from radix.events import Stored
+from radix.node import LEAST_PAD
 
 if TYPE_CHECKING:
     from runtime.features.tiers.crypt import KeyFile
@@ -112,9 +113,10 @@ class Format:
 
     def key(self, parent: BlockKey, namespace: Namespace, tokens: bytes) -> BlockKey:
         """The key of the block that follows `parent`; `ROOT` is the parent of a namespace's first block."""
-        seen = self._sight and np.frombuffer(tokens, "<i4").min(initial=0) < -2  # -1 and -2 pad pages
-        fields = [self._secret, parent, namespace.to_bytes(), tokens]
-        return _digest(*fields, self._sight) if seen else _digest(*fields)
+        fields = [parent, namespace.to_bytes(), tokens]
+        if self._sight and np.frombuffer(tokens, "<i4").min(initial=0) < LEAST_PAD:
+            fields.append(self._sight)
+        return _digest(self._secret, *fields)
 
     def chain(self, namespace: Namespace, tokens: bytes, block_bytes: int, parent: BlockKey = ROOT) -> Iterator[Block]:
         """The whole blocks of tokens that follow `parent`; `block_bytes`: bytes of a block's tokens."""

@@ -167,7 +167,7 @@ class Tiering(Part):
         load = self.tiers.ask([run], pin.namespace.owner)
         if load is not None:
             self._returning.setdefault(load, []).append(pin)
-        elif pin.namespace.entry or min(array("i", pin.tokens), default=0) < 0:  # no tokens alone compute it again
+        elif pin.namespace.entry:
             try:
                 self._core.cache.pins.pin(run.tokens, pin.namespace, pin.name, left_s)
             except PinRefused as refused:
