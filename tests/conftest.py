@@ -1,8 +1,10 @@
 """Models that the tests share: the default one, and small random ones of every supported architecture."""
 
+import gc
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import tempfile
@@ -28,6 +30,8 @@ from runtime.errors import ModelError
 from runtime.models.default_model import fetch_default
 from runtime.models.tokenizer import Tokenizer
 from tests.tiny import TINY_MODELS, save_tiny
+
+_MUCH = 50_000_000  # bytes
 
 # For `make test`: the same examples each time, so that a change alone makes a test fail. Plain pytest draws new ones.
 # No limit of time: a busy machine takes the time from an example.
@@ -64,6 +68,21 @@ def _chance_begins_anew() -> None:
     """A test draws the same numbers whatever ran before it in its process."""
     torch.manual_seed(0)
     random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _engines_go_with_their_test() -> Iterator[None]:
+    """An engine, with its tensors of hundreds of megabytes, is in cycles that Python would collect much later."""
+    before = _resident_bytes()
+    yield
+    if _resident_bytes() - before > _MUCH:
+        gc.collect()
+
+
+def _resident_bytes() -> int:
+    """What this process has in memory; 0 where the system is not Linux, so that no test collects."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
 
 
 @pytest.fixture(autouse=True)
