@@ -27,6 +27,7 @@ import torch
 
 from runtime.config import default_cache_dir
 from runtime.errors import ModelError
+from runtime.execution.attention import flashinfer
 from runtime.models.default_model import fetch_default
 from runtime.models.tokenizer import Tokenizer
 from tests.tiny import TINY_MODELS, save_tiny
@@ -68,6 +69,13 @@ def _chance_begins_anew() -> None:
     """A test draws the same numbers whatever ran before it in its process."""
     torch.manual_seed(0)
     random.seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _small_workspaces() -> None:
+    """Stand-ins for FlashInfer compute without a workspace, and each engine would fill one of 128 MiB with zeros."""
+    if not torch.cuda.is_available():
+        flashinfer._WORKSPACE_BYTES = 1 << 20
 
 
 @pytest.fixture(autouse=True)

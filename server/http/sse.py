@@ -66,10 +66,10 @@ class EventStream(StreamingResponse):
         events = asyncio.ensure_future(self._send_events(send))
         try:
             while not (gone.done() or events.done()):
-                left_s = self._due_s - time.monotonic()
-                if left_s <= 0:
+                left_s = max(self._due_s - time.monotonic(), 0)
+                done, _ = await asyncio.wait((gone, events), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done and self._due_s <= time.monotonic():
                     await self._send(b"".join(map(self.write, self._idle())) or b": keep-alive\n\n", send)
-                await asyncio.wait((gone, events), timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
         finally:
             events.cancel()
             (ended,) = await asyncio.gather(events, return_exceptions=True)

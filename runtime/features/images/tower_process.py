@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
-from functools import cache
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -56,7 +55,7 @@ class TowerProcess:
         self._dtype = getattr(torch, opening.dtype)
         self._pool = ProcessPool("see images", ["-m", __name__, msgspec.json.encode(opening).decode()], read_frame)
         self._lock = threading.Lock()
-        atexit.register(self._pool.close)
+        weakref.finalize(self, self._pool.close)  # at the latest when this process exits
 
     def open(self) -> None:
         """Load the tower. Raises ModelError."""
@@ -83,15 +82,15 @@ class TowerProcess:
         return found
 
 
-@cache
-def _of(opening: _Opening) -> TowerProcess:
-    return TowerProcess(opening)
+# Those that an engine of this process has, by what they load.
+_open: weakref.WeakValueDictionary[_Opening, TowerProcess] = weakref.WeakValueDictionary()
+_opening_lock = threading.Lock()
 
 
 def open_tower(
     directory: Path, rules: Rules, dtype: torch.dtype, device: torch.device, is_random: bool, threads: int | None
 ) -> Tower | TowerProcess:
-    """A model's tower; on a CPU, one that all engines of this process share. Raises ModelError.
+    """A model's tower; on a CPU, one that all engines of this process share, and ends with them. Raises ModelError.
 
     Args:
         directory, rules, dtype, device, is_random: see `Tower`.
@@ -99,7 +98,11 @@ def open_tower(
     """
     if device.type != "cpu":
         return Tower(directory, rules, dtype, device, is_random)
-    tower = _of(_Opening(str(directory), str(dtype).removeprefix("torch."), is_random, threads or 0))
+    opening = _Opening(str(directory), str(dtype).removeprefix("torch."), is_random, threads or 0)
+    with _opening_lock:
+        tower = _open.get(opening)
+        if tower is None:
+            tower = _open[opening] = TowerProcess(opening)
     tower.open()
     return tower
 

@@ -1,6 +1,8 @@
 """The tower in a process of its own: it computes what the tower does, and its end is no end of the engine."""
 
+import gc
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -39,11 +41,19 @@ def test_states_are_kept_in_the_type_of_the_model(seeing_dir):
     kept = process.states(tile(1), (32, 32))
     assert (kept.dtype, kept.nbytes) == (torch.bfloat16, 2 * 16 * 48)
     torch.testing.assert_close(kept, plain)
-    process._pool.close()
 
 
 def test_all_engines_of_a_process_share_it(seeing_dir, process):
     assert open_tower(seeing_dir, load_rules(seeing_dir), torch.float32, CPU, False, None) is process
+
+
+def test_it_ends_with_the_last_engine_that_has_it(seeing_dir):
+    ours = open_tower(seeing_dir, load_rules(seeing_dir), torch.bfloat16, CPU, False, None)
+    assert isinstance(ours, TowerProcess)
+    (child,) = ours._pool._all
+    del ours
+    gc.collect()
+    assert child.wait(10) == -signal.SIGKILL
 
 
 def test_an_error_and_an_end_concern_one_tile(process):
