@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from runtime.features.diffusion.blocks import BlockPrefix
     from runtime.features.diffusion.decoding import CanvasDecoding
     from runtime.features.diffusion.noise import Soften
-    from runtime.features.diffusion.preparer import CanvasPreparer, CausalPreparer
+    from runtime.features.diffusion.preparer import CanvasPreparer, RefusingPreparer
     from runtime.features.diffusion.published import DiffusionSpec
     from runtime.frontend.preparer import ServedModel
 
@@ -82,10 +82,10 @@ class DiffusionFeature(Feature):
         return CanvasDecoding(self._spec, executor.device, executor.spec.vocab_size, _soften(opening))
 
     @staticmethod
-    def preparer(served: ServedModel) -> CanvasPreparer | CausalPreparer:
-        from runtime.features.diffusion.preparer import CanvasPreparer, CausalPreparer
+    def preparer(served: ServedModel) -> CanvasPreparer | RefusingPreparer:
+        from runtime.features.diffusion.preparer import CanvasPreparer, RefusingPreparer
 
-        return CausalPreparer() if served.info.decoding is None else CanvasPreparer(served, served.info.decoding)
+        return RefusingPreparer() if served.info.decoding is None else CanvasPreparer(served, served.info.decoding)
 
 
 def _soften(opening: Opening) -> Soften | None:

@@ -15,7 +15,7 @@ from runtime.frontend.output import Encoded, PartedPrompt, Prompt, Submission
 from runtime.frontend.preparer import Preparer, ServedModel
 
 
-class CausalPreparer(Preparer):
+class RefusingPreparer(Preparer):
     """Refuses denoising parameters, for a model that chooses next tokens."""
 
     def place(self, submission: Submission, prompt: Prompt, exact: str | None) -> Prompt:
