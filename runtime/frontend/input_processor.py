@@ -76,7 +76,7 @@ class InputProcessor:
         """The submission with its prompt, whose parts are placed. Checks whether what it reuses can be reused."""
         prompt = submission.prompt() if callable(submission.prompt) else submission.prompt
         if submission.images and (reason := self._no_images(submission, prompt)):
-            raise InvalidRequest(f"images are not served {reason}", param="messages")
+            raise InvalidRequest(f"images are not served {reason}", param=submission.images.param)
         if submission.reuse is not None:
             submission.reuse.check()
         if isinstance(prompt, UnplacedPrompt):

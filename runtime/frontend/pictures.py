@@ -21,9 +21,11 @@ class Pictures(Protocol):
 
     Attributes:
         asked: what the engine needs of them, set by `place`; None: the prompt has none.
+        param: see `Sight.pictures`.
     """
 
     asked: ImagesAsk | None
+    param: str
 
     def __bool__(self) -> bool: ...
 
@@ -65,6 +67,9 @@ class Pictures(Protocol):
     def read(self, text: str) -> None:
         """Decode the images of a text whose tokens are known. Raises InvalidRequest."""
 
+    def named(self, text: str) -> str:
+        """A text with the token that chat templates write for an image in place of marks."""
+
     def place(self, tokens: list[int]) -> None:
         """Set `asked` for the tokens of a prompt. Raises RametError."""
 
@@ -75,8 +80,11 @@ class Pictures(Protocol):
 class Sight(Protocol):
     """How the model sees. Thread-safe."""
 
-    def pictures(self, account: str, param: str) -> Pictures:
-        """No images yet of a prompt of an account. `param`: the field of the request that has them, for errors."""
+    def pictures(self, account: str, param: str, salt: str | None = None) -> Pictures:
+        """No images yet of a prompt of an account, which shares with none of another salt how long decoding took.
+
+        `param`: the field of the request that has them, for errors.
+        """
 
     def erase(self, account: str) -> None:
         """Forget what is known of an account's images."""

@@ -88,7 +88,7 @@ async def count_tokens(
 
     async def work() -> dict[str, Any]:
         whole = await continued(body, threads, tenant.account, context.engine)
-        count = await chats.count(chat_of(whole), tenant)
+        count = len(await chats.tokens(chat_of(whole), tenant))
         left_out = {"left_out": whole.left_out} if whole.left_out else {}
         return {"input_tokens": count, **left_out}
 

@@ -93,7 +93,7 @@ class ImageHosts:
         if scheme not in _PORTS or not (named or self._has(host)):
             raise InvalidRequest(f"images are fetched from the hosts that the operator lists; {host[:64]!r} is not one")
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        address = next((place for *_, place in found if self._is_allowed(ipaddress.ip_address(place[0]))), None)
+        address = next((place for *_, place in found if self._is_allowed(ipaddress.ip_address(place[0]), port)), None)
         if address is None:
             raise InvalidRequest("the host of an image has a private address, which the operator does not list")
         wait_s = max(until_s - time.monotonic(), 0.01)
@@ -114,8 +114,10 @@ class ImageHosts:
             return False
         return any(address in network for network in self._networks)
 
-    def _is_allowed(self, address: Address) -> bool:
+    def _is_allowed(self, address: Address, port: int) -> bool:
         plain = getattr(address, "ipv4_mapped", None) or address
+        if f"{plain}:{port}" in self._names:
+            return True
         return (plain.is_global and not plain.is_multicast) or any(plain in network for network in self._networks)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
+from runtime.errors import InvalidRequest
 from runtime.frontend.pictures import Pictures, joined
 from runtime.json_text import check_texts
 from server.features.parts import FeaturePart, GivenPart
@@ -79,8 +80,11 @@ class ImagePart(Unusable):
             self._mark = self._images.add(self._fetched)
         elif self._mark is None and self._base64 is not None:
             self._mark = self._images.add_base64(*self._base64)
-        elif self._mark is None:
+        elif self._mark is None and self.url:
             self._mark = self._images.add_url(self.url)
+        elif self._mark is None:
+            message = "an image needs a data URL as image_url, or base64 as Anthropic's source; it has neither"
+            raise InvalidRequest(message, param=self._images.param, code="invalid_image")
         return self._mark
 
     @property

@@ -105,24 +105,33 @@ class ChatPrompts:
                 otherwise = otherwise and behind_reasoning(tokenizer, otherwise, begins)
         return sampling, otherwise
 
-    async def text(self, body: ChatRequest, tenant: Tenant, images: Pictures | None = None) -> str:
-        """The rendered text of a conversation, in which images have marks. Raises InvalidRequest if it has parts."""
+    async def text(self, body: ChatRequest, tenant: Tenant) -> str:
+        """The rendered text of a conversation, with the model's token for each image.
+
+        Raises InvalidRequest, also if it has parts.
+        """
+        text, images = await self._rendered(body, tenant)
+        return text if images is None else images.named(text)
+
+    async def tokens(self, body: ChatRequest, tenant: Tenant, add_special_tokens: bool = False) -> list[int]:
+        """The tokens of a conversation's prompt, as clients see them. Raises InvalidRequest, also if it has parts."""
+        text, images = await self._rendered(body, tenant)
+        engine = self._context.engine
+        if images is None:
+            (tokens,) = await engine.tokenize(tenant.account, [text], add_special_tokens)
+            return tokens
+        encode = partial(images.encode, text, add_special_tokens)
+        return images.shown(await engine.in_turn(tenant.account, len(text), encode))
+
+    async def _rendered(self, body: ChatRequest, tenant: Tenant) -> tuple[str, Pictures | None]:
+        """The text of a conversation, in which images have marks, and its images. Raises as `text`."""
+        await self._fetch(body, tenant)
+        images = self._images(body, tenant)
         work = partial(self._write, body, tenant, unmarked, images)
         prompt = await self._context.engine.in_turn(tenant.account, body.num_characters, work)
         if not isinstance(prompt, str):
             raise InvalidRequest(f"this route does not support {prompt.noun}", param="messages")
-        return prompt
-
-    async def count(self, body: ChatRequest, tenant: Tenant) -> int:
-        """The number of tokens in a conversation's prompt. Raises InvalidRequest if it has parts."""
-        await self._fetch(body, tenant)
-        images, engine = self._images(body, tenant), self._context.engine
-        text = await self.text(body, tenant, images)
-        if images is None:
-            (tokens,) = await engine.tokenize(tenant.account, [text], add_special_tokens=False)
-        else:
-            tokens = await engine.in_turn(tenant.account, len(text), partial(images.encode, text, False))
-        return len(tokens)
+        return prompt, images
 
     async def _fetch(self, body: ChatRequest, tenant: Tenant) -> None:
         """Fetch the images that are URLs of hosts that the operator lists. Raises InvalidRequest."""
@@ -141,7 +150,7 @@ class ChatPrompts:
             return None
         if not (parts := [part for message in body.messages for part in message.images]):
             return None
-        images = sight.pictures(tenant.account, body.names.get("prompt", "messages"))
+        images = sight.pictures(tenant.account, body.names.get("prompt", "messages"), body.cache_salt)
         for part in parts:
             part.see(images)
         return images

@@ -65,10 +65,11 @@ async def tokenize(
     single = chat or isinstance(body.prompt, str)
 
     async def work() -> dict[str, Any]:
-        texts: list[Any] = [body.prompt] if single else body.prompt  # type: ignore[assignment]
         if chat:
-            texts = [await chats.text(body.chat(), asker)]
-        tokens = await engine.tokenize(asker.account, texts, special)
+            tokens = [await chats.tokens(body.chat(), asker, special)]
+        else:
+            texts: list[Any] = [body.prompt] if single else body.prompt  # type: ignore[assignment]
+            tokens = await engine.tokenize(asker.account, texts, special)
         shown = _each(len, tokens, single)
         answer = {"tokens": tokens[0] if single else tokens, "count": shown}
         if body.return_token_strs:

@@ -76,7 +76,7 @@ async def count_tokens(
     async def work() -> dict[str, Any]:
         with naming(body.NAMES):
             asked = await _read(body, context, responses, tenant)
-            return {"object": "response.input_tokens", "input_tokens": await chats.count(asked.chat, tenant)}
+            return {"object": "response.input_tokens", "input_tokens": len(await chats.tokens(asked.chat, tenant))}
 
     return await unless_gone(request, work())
 

@@ -166,7 +166,7 @@ def _with_images(
     if body.text is None:
         raise InvalidRequest("image_data needs text", param="image_data")
     several: list[Any] = _for_each(given, len(prompts), "image_data") if is_list else [given]
-    images = [sight.pictures(tenant.account, "image_data") for _ in prompts]
+    images = [sight.pictures(tenant.account, "image_data", body.cache_salt) for _ in prompts]
     texts = [
         partial(own.at_tokens, str(text), [fetched.get(file, file) for file in _listed(files)])
         for own, text, files in zip(images, prompts, several, strict=True)

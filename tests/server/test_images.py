@@ -193,6 +193,8 @@ def test_generate(sees, expected):
     assert sees.post("/generate", json=body).json()["output_ids"] == expected[0]
     batch = {"text": [texts, "Hello"], "image_data": [[url_of(file_of(A))], []], "sampling_params": params}
     assert sees.post("/generate", json=batch).json()[0]["output_ids"] == expected[0]
+    whole = sees.post("/generate", json={**body, "return_logprob": True, "logprob_start_len": 0}).json()
+    assert whole["error"]["param"] == "image_data"
     few = sees.post("/generate", json={**body, "text": "no image"})
     assert (few.status_code, few.json()["error"]["param"]) == (400, "image_data")
 
@@ -221,7 +223,9 @@ BAD = {
     "a file": ("file:///etc/passwd", "data URL"),
     "another type of a known image": (url_of(file_of(A), "image/webp"), "called image/webp"),
     "no base64": ("data:image/png;base64,@@@", "base64"),
-    "nothing": ("", "data URL"),
+    "nothing": ("", "it has neither"),
+    "no padding": (url_of(file_of(A)).rstrip("=") + "A", "padding"),
+    "another type": (url_of(b"RIFF\x24\0\0\0WAVEfmt ", "audio/wav"), "none of the served formats"),
 }
 
 
@@ -254,6 +258,13 @@ def test_an_upright_image(sees):
     first = chat(sees, [part(upright), question]).json()
     second = chat(sees, [{"type": "image_url", "image_url": {"url": url_of(file.getvalue())}}, question]).json()
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] // 16 * 16
+
+
+def test_prompts_are_tokenized_and_written_with_images(sees):
+    body = {"messages": [{"role": "user", "content": [part(A), text("Is <image> it?")]}]}
+    found = chat(sees, body["messages"][0]["content"], return_token_ids=True).json()["prompt_token_ids"]
+    assert sees.post("/tokenize", json=body).json()["tokens"] == found
+    assert sees.post("/apply-template", json=body).json()["prompt"] == rendered("<image>Is <image> it?")
 
 
 @pytest.mark.parametrize("more", [{"prompt_logprobs": 1}, {"truncate_prompt_tokens": 8}])

@@ -29,10 +29,10 @@ from runtime.models.tokenizer import Tokenizer
 MOST_BYTES = 20 << 20
 # Number of images whose layouts are remembered.
 _KNOWN = 4096
-# The first bytes of the formats that are served; WebP's are those of its container.
-_BEGINS = {"PNG": b"\x89PNG", "JPEG": b"\xff\xd8\xff", "GIF": b"GIF8", "WEBP": b"RIFF"}
+# The first bytes of the formats that are served, by group.
+_BEGINS = re.compile(rb"(?P<PNG>\x89PNG)|(?P<JPEG>\xff\xd8\xff)|(?P<GIF>GIF8)|(?P<WEBP>RIFF....WEBP)", re.DOTALL)
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
-_DATA_URL = re.compile(r"data:([\w.+-]*/?[\w.+-]*)((?:;[\w.+-]+=[\w.+-]*)*);base64,", re.ASCII)
+_DATA_URL = re.compile(r"data:([\w.+-]*/?[\w.+-]*)((?:;[\w.+-]+=[\w.+-]*)*);base64,", re.ASCII | re.IGNORECASE)
 
 
 class ModelSight:
@@ -45,17 +45,17 @@ class ModelSight:
 
     def __init__(self, rules: Rules, tokenizer: Tokenizer):
         self.rules, self.tokenizer = rules, tokenizer
-        self._layouts: LRUCache[tuple[str, str], ImageLayout] = LRUCache(_KNOWN)
+        self._layouts: LRUCache[tuple[str, str, str], ImageLayout] = LRUCache(_KNOWN)
         self._lock = threading.Lock()
         token = tokenizer.token_to_id(rules.image)
         if token is None:
             raise RametError(f"the tokenizer has no token {rules.image}")
         self.token = token
 
-    def layout(self, account: str, mark: str, data: bytes) -> ImageLayout:
+    def layout(self, account: str, salt: str, mark: str, data: bytes) -> ImageLayout:
         """How a prompt has an image. Raises InvalidRequest if it cannot be decoded."""
         with self._lock:
-            known = self._layouts.get((account, mark))
+            known = self._layouts.get((account, salt, mark))
         if known is not None:
             return known
         found = PROCESSES.decode(Order(self.rules, data))
@@ -64,11 +64,11 @@ class ModelSight:
         widths = [width // self.rules.row for width, *_ in found.sizes]
         layout = ImageLayout(self.rules.text(found.width, found.height), tiles, widths)
         with self._lock:
-            self._layouts[account, mark] = layout
+            self._layouts[account, salt, mark] = layout
         return layout
 
-    def pictures(self, account: str, param: str) -> Images:
-        return Images(self, account, param)
+    def pictures(self, account: str, param: str, salt: str | None = None) -> Images:
+        return Images(self, account, param, salt or "")
 
     def erase(self, account: str) -> None:
         with self._lock:
@@ -80,9 +80,9 @@ class ModelSight:
 class Images:
     """The images of one prompt, see `Pictures`."""
 
-    def __init__(self, sight: ModelSight, account: str, param: str):
+    def __init__(self, sight: ModelSight, account: str, param: str, salt: str = ""):
         """See `Sight.pictures`."""
-        self._sight, self._account, self._param = sight, account, param
+        self._sight, self._account, self._salt, self.param = sight, account, salt, param
         self._files: dict[str, bytes] = {}
         self._layouts: dict[str, ImageLayout] = {}
         self._count = 0
@@ -99,8 +99,8 @@ class Images:
         if len(data) > MOST_BYTES:
             raise self._refused(f"an image has {len(data)} bytes; the limit is {MOST_BYTES}")
         named = media_type.rpartition("/")[2].upper().replace("JPG", "JPEG")
-        kind = next((kind for kind, begin in _BEGINS.items() if data.startswith(begin)), named)
-        if named not in ("", kind):
+        begin = _BEGINS.match(data)
+        if named and begin and named != (kind := begin.lastgroup):
             raise self._refused(f"the image is called {media_type}, but it is of the format {kind}")
         mark = f"\ue0f0{hashlib.sha256(data).hexdigest()}\ue0f1"
         self._files[mark] = data
@@ -118,7 +118,7 @@ class Images:
         try:
             data = msgspec.convert(text, bytes)  # no less strict than `base64`, which takes three times as long
         except (msgspec.ValidationError, UnicodeEncodeError):
-            raise self._refused("an image is not valid base64") from None
+            raise self._refused("an image is no base64 with padding and without line breaks") from None
         return self.add(data, media_type)
 
     def at_tokens(self, text: str, given: Sequence[str | bytes]) -> str:
@@ -203,6 +203,10 @@ class Images:
         listed = [{"type": "image"} if i % 2 else {"type": "text", "text": part} for i, part in enumerate(parts)]
         return [one for one in listed if one.get("text") != ""] or listed
 
+    def named(self, text: str) -> str:
+        token = self._sight.rules.written
+        return "".join(token if i % 2 else part for i, part in enumerate(self.parts(text)))
+
     def read(self, text: str) -> None:
         for mark in self.parts(text)[1::2]:
             self._layout(mark)
@@ -213,7 +217,7 @@ class Images:
     def _layout(self, mark: str) -> ImageLayout:
         if mark not in self._layouts:
             try:
-                self._layouts[mark] = self._sight.layout(self._account, mark, self._files[mark])
+                self._layouts[mark] = self._sight.layout(self._account, self._salt, mark, self._files[mark])
             except InvalidRequest as error:
                 raise self._refused(error.message) from None
         return self._layouts[mark]
@@ -231,7 +235,7 @@ class Images:
         return self._refused(f"there are more than {MOST_IMAGES} images")
 
     def _refused(self, message: str) -> InvalidRequest:
-        return InvalidRequest(message, param=self._param, code="invalid_image")
+        return InvalidRequest(message, param=self.param, code="invalid_image")
 
 
 def _interleaved(pieces: Sequence[str], marks: Sequence[str]) -> str:

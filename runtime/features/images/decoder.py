@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from runtime.errors import InvalidRequest
 from runtime.features.images.rules import Rules, as_rules
@@ -79,8 +79,10 @@ def _open(data: bytes) -> Image.Image:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError:
         raise InvalidRequest(f"the image has too many pixels; at most {MOST_PIXELS} are served") from None
-    except Exception:  # decoders raise whatever their input makes them
+    except UnidentifiedImageError:
         raise InvalidRequest(f"the image is none of the served formats, {', '.join(FORMATS)}") from None
+    except Exception as error:
+        raise _undecodable(error) from None
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise InvalidRequest(f"the image has {width} x {height} pixels; at most {MOST_PIXELS} are served")
@@ -88,11 +90,25 @@ def _open(data: bytes) -> Image.Image:
         raise InvalidRequest(f"the image has {width} x {height} pixels; its edges may differ {MOST_RATIO}-fold")
     try:
         image.load()
-        return ImageOps.exif_transpose(image).convert("RGB")
+        return _in_rgb(ImageOps.exif_transpose(image))
     except MemoryError:
         raise InvalidRequest("decoding the image takes more memory than is available") from None
     except Exception as error:
-        raise InvalidRequest(f"the image cannot be decoded: {str(error)[:200] or type(error).__name__}") from None
+        raise _undecodable(error) from None
+
+
+def _undecodable(error: Exception) -> InvalidRequest:  # decoders raise whatever their input makes them
+    return InvalidRequest(f"the image cannot be decoded: {str(error)[:200] or type(error).__name__}")
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    """As transformers: what is behind transparent pixels is white."""
+    if image.mode.startswith("I;16"):
+        image = image.point(lambda grey: grey / 256)  # Pillow would make white of all above 255
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def _answer(order: bytes) -> Decoded:

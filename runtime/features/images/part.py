@@ -31,9 +31,9 @@ class ImageRows:
 
     def __init__(self, request: Request, asked: ImagesAsk, states: States):
         self._asked, self._states, self._sequence = asked, states, request.sequence
-        owner, tokens = request.owner, request.tokens
+        space, tokens = request.message.namespace, request.tokens
         self._runs: list[tuple[TileRun, Key]] = [
-            (run, (owner, tokens[run.start : run.stop].tobytes())) for run in asked.runs
+            (run, (space, tokens[run.start : run.stop].tobytes())) for run in asked.runs
         ]
         self._rows = np.frombuffer(tokens, np.int32) < 0
         self._mutual = [(run.start, run.stop) for run in asked.runs] if states.rules.mutual else []

@@ -20,7 +20,7 @@ from runtime.features.images.tower_process import TowerProcess
 # Bytes of states that are kept beside those of live requests, and of pixels of images of which tiles are computed.
 _MOST_BYTES = _MOST_PIXELS = 256 << 20
 
-# A tile of a tenant: the tokens of its rows.
+# A tile of a namespace: the tokens of its rows.
 Key = tuple[Namespace, bytes]
 
 K = TypeVar("K")
@@ -28,7 +28,7 @@ V = TypeVar("V")
 
 
 class States:
-    """The states of tiles by their tokens, which are a digest of their pixels; those of a tenant are its own.
+    """The states of tiles by their tokens, which are a digest of their pixels; those of a namespace are its own.
 
     Attributes:
         rules: how the model sees.

@@ -60,6 +60,27 @@ def test_pixels_of_tiles_are_those_of_the_processor(size, splits):
     assert rules.text(*size).count("<image>") == ROWS * len(found.tiles)
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "1", "CMYK"])
+def test_what_is_transparent_is_white_as_with_the_processor(mode):
+    """The alpha of the first two is a ramp; a colour of the third is transparent."""
+    image = picture(5, 60, 60).convert(mode)
+    if image.has_transparency_data:
+        image.putalpha(Image.linear_gradient("L").resize(image.size))
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    file = io.BytesIO()
+    image.save(file, kind, **({"transparency": image.getpixel((0, 0))} if mode == "P" else {}))
+    given = processor(do_image_splitting=False)(Image.open(file), return_tensors="np")
+    rules = msgspec.structs.replace(RULES, splits=False)
+    assert np.array_equal(values(decode(Order(rules, file.getvalue(), pixels=True)), rules), given["pixel_values"][0])
+
+
+def test_grey_of_16_bits_keeps_its_upper_8():
+    grey = np.arange(32 * 32, dtype=np.uint16).reshape(32, 32) * 64
+    upper = (grey >> 8).astype(np.uint8)
+    found, wanted = (decode(Order(RULES, file_of(Image.fromarray(pixels)))) for pixels in (grey, upper))
+    assert found == wanted
+
+
 @pytest.mark.parametrize("size", [(100, 80), (40, 90), (30, 30), (16, 17), (48, 48), (500, 3), (2, 300), (1, 1)])
 def test_pixels_of_crops_are_those_of_the_processor(size):
     image, grids = picture(5, *size), [[height, width] for width, height in CROPS.grids]
@@ -146,6 +167,7 @@ def test_a_tile_is_named_by_its_pixels_alone():
         (file_of(picture(9, 90, 90))[:300], "cannot be decoded"),
         (file_of(picture(9, 90, 90), "JPEG")[:1200], "cannot be decoded"),
         (b"%PDF-1.4", "none of the served formats"),
+        (file_of(picture(9, 90, 90), "WEBP")[:-40], "cannot be decoded"),
     ],
 )
 def test_what_cannot_be_decoded(data, reason):

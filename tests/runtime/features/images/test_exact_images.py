@@ -146,14 +146,16 @@ def test_computed_again_without_the_tower_while_its_states_are_kept(seeing_dir, 
     assert tiles(driver) == 10
 
 
-def test_tenants_share_neither_tokens_nor_states(seeing_dir, encoded, expected):
+def test_tenants_and_salts_share_neither_tokens_nor_states(seeing_dir, encoded, expected):
     driver = Driver(make_core(seeing_dir))
     for tenant in ("a", "b", "a"):
         assert answers(driver, encoded[:1], namespace=Namespace(tenant), account=tenant) == expected[:1]
     assert tiles(driver) == 10
+    assert answers(driver, encoded[:1], namespace=Namespace("a", "salt"), account="a") == expected[:1]
+    assert tiles(driver) == 15, "nor do salts of a tenant"
     call(driver.core, EraseTenant("b"))
     assert answers(driver, encoded[:1], namespace=Namespace("b"), account="b") == expected[:1]
-    assert tiles(driver) == 15, "nothing is left of an erased tenant"
+    assert tiles(driver) == 20, "nothing is left of an erased tenant"
 
 
 def test_what_the_tree_has_needs_no_tower(seeing_dir, encoded, expected):
