@@ -12,7 +12,18 @@ function setPictures(urls) {
     return box;
   }));
 }
-const urlOf = (file) => new Promise((found, failed) => {
+// A body has 8 MiB, and each turn sends all pictures again: large ones, as phones make them, are sent smaller.
+const MOST_BYTES = 1 << 21, MOST_EDGE = 2048;
+async function smaller(file) {
+  const given = await createImageBitmap(file), scale = Math.min(1, MOST_EDGE / Math.max(given.width, given.height));
+  const [width, height] = [given.width, given.height].map((edge) => Math.max(1, Math.round(edge * scale)));
+  const canvas = make("canvas", null, { width, height }), pen = canvas.getContext("2d");
+  pen.fillStyle = "white";
+  pen.fillRect(0, 0, width, height);
+  pen.drawImage(given, 0, 0, width, height);
+  return canvas.toDataURL("image/jpeg", 0.9);
+}
+const urlOf = (file) => file.size > MOST_BYTES ? smaller(file) : new Promise((found, failed) => {
   const reader = new FileReader();
   reader.onload = () => found(reader.result);
   reader.onerror = () => failed(reader.error);
@@ -24,8 +35,10 @@ async function takePictures(files) {
   else if (wrong) $("told").textContent = `${wrong.name} is no picture that is served: PNG, JPEG, WebP or GIF.`;
   else {
     $("told").textContent = "";
-    const urls = await Promise.all(files.map(urlOf));
-    setPictures([...pictures, ...urls]);
+    try {
+      const urls = await Promise.all(files.map(urlOf));
+      setPictures([...pictures, ...urls]);
+    } catch (error) { $("told").textContent = `The picture cannot be read: ${error.message}`; }
   }
 }
 const filesOf = (transfer) => form() === "chat" ? [...transfer.files] : [];

@@ -1,9 +1,11 @@
 """Pictures in the page's chat."""
 
 import base64
+import io
 import json
 
 import pytest
+from PIL import Image
 
 from tests.runtime.features.images.conftest import seeing_dir
 from tests.runtime.features.images.seeing import file_of, picture
@@ -38,6 +40,22 @@ def sees(seeing_dir, tmp_path_factory):
     server = start(tmp_path_factory.mktemp("sees") / "log", "--model", str(seeing_dir), "--pool-tokens", "4096")
     yield server
     assert stop(server) == 0
+
+
+def test_a_large_picture_is_sent_smaller(page, sees):
+    page.goto(sees.url)
+    wait_until_it_knows_the_server(page)
+    large = file_of(Image.effect_noise((2200, 1100), 90))
+    give(page, "paste", large)
+    shown = page.locator("#pictures img")
+    shown.wait_for()
+    url = shown.get_attribute("src")
+    assert len(large) > 1 << 21
+    sent = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/jpeg;base64,"))))
+    assert sent.size == (2048, 1024)
+    page.get_by_label("Remove picture 1").click()
+    give(page, "paste", b"no picture" * 300_000)
+    page.locator("#told", has_text="cannot be read").wait_for()
 
 
 def test_pictures_are_pasted_dropped_chosen_removed_and_sent(page, sees):

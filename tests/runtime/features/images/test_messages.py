@@ -11,6 +11,7 @@ from radix import Namespace
 from radix.hashes import block_hashes
 from runtime.config import make_config
 from runtime.features.images.client import Images
+from runtime.features.images.decoding import PROCESSES
 from runtime.frontend.output import Submission
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest, encode
@@ -64,3 +65,13 @@ def test_bytes_of_anthropics_images_become_no_url():
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [image]}]}
     (part,) = chat_of(MessagesRequest.model_validate(body)).messages[0].images
     assert part.image_url is None
+
+
+def test_salts_share_no_decoding(sight, monkeypatch):
+    """How long it takes would tell whether an image is known."""
+    orders, decode = [], PROCESSES.decode
+    monkeypatch.setattr(PROCESSES, "decode", lambda order: (orders.append(order), decode(order))[1])
+    for salt in ("one", "two", "one"):
+        own = sight.pictures("salted", "messages", salt)
+        own.encode(own.add(file_of(picture(77, 20, 20))))
+    assert len(orders) == 2
