@@ -60,13 +60,13 @@ async def tokenize(
         raise InvalidRequest("either prompt or messages must be given", param="prompt")
     context.check_model(body.model)
     engine = context.engine
-    chat = body.messages is not None
-    special = not chat if body.add_special_tokens is None else body.add_special_tokens
-    single = chat or isinstance(body.prompt, str)
+    chat = None if body.messages is None else body.chat()
+    special = chat is None if body.add_special_tokens is None else body.add_special_tokens
+    single = chat is not None or isinstance(body.prompt, str)
 
     async def work() -> dict[str, Any]:
-        if chat:
-            tokens = [await chats.tokens(body.chat(), asker, special)]
+        if chat is not None:
+            tokens = [await chats.tokens(chat, asker, special)]
         else:
             texts: list[Any] = [body.prompt] if single else body.prompt  # type: ignore[assignment]
             tokens = await engine.tokenize(asker.account, texts, special)
@@ -74,13 +74,14 @@ async def tokenize(
         answer = {"tokens": tokens[0] if single else tokens, "count": shown}
         if body.return_token_strs:
             answer["token_strs"] = _each(lambda ids: [engine.tokenizer.id_to_token(i) for i in ids], tokens, single)
-        return answer | {"max_model_len": engine.info.context_length, **_left_out(body)}
+        return answer | {"max_model_len": engine.info.context_length, **_left_out(body, chat)}
 
     return await unless_gone(request, work())
 
 
-def _left_out(body: Named) -> dict[str, Any]:
-    return {"left_out": body.left_out} if body.left_out else {}
+def _left_out(*bodies: Named | None) -> dict[str, Any]:
+    found = [what for body in bodies if body is not None for what in body.left_out]
+    return {"left_out": found} if found else {}
 
 
 def _each(show: Callable[[list[int]], Any], several: list[list[int]], single: bool) -> Any:

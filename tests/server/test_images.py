@@ -284,6 +284,8 @@ def test_an_approximate_way_of_reuse_is_refused(sees):
 def test_a_model_that_reads_text_alone_leaves_images_out(client):
     found = chat(client, [part(A), text("What is it?")]).json()
     assert found["left_out"] == ["content image_url"]
+    body = {"messages": [{"role": "user", "content": [part(A)]}]}
+    assert client.post("/tokenize", json=body).json()["left_out"] == ["content image_url"]
     refused = client.post("/generate", json={"text": "<image>", "image_data": "AAAA"})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == "image_data is not supported"
