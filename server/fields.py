@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 
 from server.anthropic.types import AnthropicTool, CacheControl, MessagesRequest, Thinking
-from server.generation.bodies import Sampling
+from server.generation.bodies import SamplingBody
 from server.http.body import Body
 from server.http.fields import EMPTY, SAMPLERS, STRANGERS
 from server.openai.formats import StructuredOutputs
@@ -12,7 +12,7 @@ from server.openai.infill import InfillRequest
 from server.openai.messages import Message
 from server.openai.tokens import DetokenizeRequest, TokenizeRequest
 from server.openai.types import ChatRequest, CompletionRequest, StreamOptions
-from server.responses.types import Reasoning, ResponseRequest, TextConfig, TextFormat
+from server.responses.types import ReasoningOptions, ResponseRequest, TextConfig, TextFormat
 from server.sglang.generate import GenerateRequest
 
 BODIES: dict[str, type[Body]] = {
@@ -21,10 +21,10 @@ BODIES: dict[str, type[Body]] = {
     "responses": ResponseRequest,
     "`/infill`": InfillRequest,
     "`/generate`": GenerateRequest,
-    "`sampling_params`": Sampling,
+    "`sampling_params`": SamplingBody,
     "`structured_outputs`": StructuredOutputs,
     "`stream_options`": StreamOptions,
-    "`reasoning`": Reasoning,
+    "`reasoning`": ReasoningOptions,
     "`text`": TextConfig,
     "`text.format`": TextFormat,
     "messages": Message,

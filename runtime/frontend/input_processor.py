@@ -20,7 +20,7 @@ from runtime.frontend.output import (
     UnplacedPrompt,
 )
 from runtime.frontend.preparer import Preparer
-from runtime.frontend.replay import NOTHING, Replay, Said
+from runtime.frontend.replay import NOTHING, EarlierAnswer, Replay
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import ModelInfo
@@ -120,7 +120,7 @@ class InputProcessor:
 
     def _tokenize(
         self, submission: Submission, prompt: str | MarkedText
-    ) -> tuple[list[int], list[tuple[int, float]], Said | None]:
+    ) -> tuple[list[int], list[tuple[int, float]], EarlierAnswer | None]:
         """The tokens of a text, its breakpoints in tokens, and what its answer's replay needs; None: no replay."""
         text, keep = (prompt, []) if isinstance(prompt, str) else (prompt.text, prompt.breakpoints)
         self.check_text(len(text), "prompt")
@@ -134,7 +134,7 @@ class InputProcessor:
             submission.images.read(text[:start])
         rest, rest_ends = encoder.encode_with_ends(text[start:], special)
         tokens, ends = before.tokens + array("i", rest), before.ends + array("i", [start + end for end in rest_ends])
-        said = Said(text, tokens, ends, before.sampled, array("i")) if replays else None
+        said = EarlierAnswer(text, tokens, ends, before.sampled, array("i")) if replays else None
         return tokens.tolist(), [(bisect_right(ends, place), ttl_s) for place, ttl_s in keep], said
 
     def _check_places(self, breakpoints: list[tuple[int, float]], length: int) -> None:

@@ -13,7 +13,7 @@ from radix.node import TOKEN_BYTES
 from runtime.asks import AnyReuse, DecodingParams, PartsAsk, ReuseAsk, ReuseReport
 from runtime.errors import RametError
 from runtime.frontend.pictures import Pictures
-from runtime.frontend.replay import Said
+from runtime.frontend.replay import EarlierAnswer
 from runtime.params import SamplingParams
 from runtime.protocol import CacheUsage, Finish, Lookup, TokenLogprob
 
@@ -191,7 +191,7 @@ class Encoded(Submission, frozen=True, kw_only=True):
     common: SamplingParams = msgspec.field(default_factory=lambda: SamplingParams())
     bad_words: list[list[int]] = []
     ask: ReuseAsk | None = None
-    said: Said | None = None
+    said: EarlierAnswer | None = None
 
     @staticmethod
     def of(submission: Submission, prompt: Prompt) -> "Encoded":
@@ -210,7 +210,7 @@ class Encoded(Submission, frozen=True, kw_only=True):
         return len(self.tokens) // TOKEN_BYTES if self.parted is None else self.parted.length
 
 
-class Listener(Protocol):
+class OutputListener(Protocol):
     """Gets the Outputs of submissions."""
 
     def add(self, submission: Encoded) -> int:

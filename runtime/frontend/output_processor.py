@@ -12,7 +12,7 @@ from runtime.asks import ImagesAsk, ReuseReport
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.limits import RequestLimits
-from runtime.frontend.output import Encoded, Listener, Output, PartedPrompt
+from runtime.frontend.output import Encoded, Output, OutputListener, PartedPrompt
 from runtime.models.tokenizer import Detokenizer, Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, Limits, Sampling, TokenEvent
@@ -82,7 +82,7 @@ class Choice:
 
     submission: Encoded
     text: TextStream
-    listener: Listener
+    listener: OutputListener
     started_s: float
     waiting_tokens: int
     output: Output
@@ -121,7 +121,7 @@ class OutputProcessor:
         """See `RequestLimits.check_batch`."""
         self._admission.check_batch(account, tokens)
 
-    def submit(self, submission: Encoded, listener: Listener) -> None:
+    def submit(self, submission: Encoded, listener: OutputListener) -> None:
         """Send a submission's completions to the engine. The listener gets the Outputs.
 
         Raises:

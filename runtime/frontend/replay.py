@@ -24,7 +24,7 @@ _TRIED = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class EarlierAnswer:
     """An answer, behind its prompt.
 
     Attributes:
@@ -49,7 +49,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The beginning of a prompt, see `Said`."""
+    """The beginning of a prompt, see `EarlierAnswer`."""
 
     tokens: array[int]
     ends: array[int]
@@ -76,9 +76,9 @@ class Replay:
 
     def __init__(self, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic):
         self._tokenizer = tokenizer
-        self._said = AccountCache[_Key, Said](MOST, MOST_OF_ACCOUNT, TTL_S, lambda said: said.size, clock)
+        self._said = AccountCache[_Key, EarlierAnswer](MOST, MOST_OF_ACCOUNT, TTL_S, lambda said: said.size, clock)
 
-    def add(self, account: str, namespace: Namespace, said: Said) -> None:
+    def add(self, account: str, namespace: Namespace, said: EarlierAnswer) -> None:
         """Remember an answer."""
         self._said.add(account, (namespace, said.prompt, said.answer.tobytes()), said)
 
@@ -102,7 +102,7 @@ class Replay:
                 break
         return NOTHING
 
-    def _match(self, said: Said, text: str) -> Replayed | None:
+    def _match(self, said: EarlierAnswer, text: str) -> Replayed | None:
         """The prompt and as much of its answer as the text repeats, up to a place where no token of the rest reaches.
 
         Such a place is before or behind a token that the tokenizer cuts out of a text first, such as the end of a turn.

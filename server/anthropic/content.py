@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from runtime.json_text import parse_json
-from server.openai.reader import Said
+from server.openai.reader import AnswerParts
 
 
-class Piece(NamedTuple):
+class ContentPiece(NamedTuple):
     """A whole tool call, or the next part of a text or reasoning block."""
 
     type: str
@@ -44,21 +44,21 @@ class Piece(NamedTuple):
         return self.start() | {self.type: self.text}
 
 
-def pieces_of(said: Said, cut: bool) -> list[Piece]:
+def pieces_of(said: AnswerParts, cut: bool) -> list[ContentPiece]:
     """The parts of an answer as pieces; `cut`: whether a limit has ended it."""
     thought, shown, calls = said
-    pieces = [Piece(kind, part) for kind, part in (("thinking", thought), ("text", shown)) if part]
+    pieces = [ContentPiece(kind, part) for kind, part in (("thinking", thought), ("text", shown)) if part]
     return pieces + [_call(**call["function"], cut=cut and call is calls[-1]) for call in calls]
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined(pieces: Iterable[ContentPiece]) -> list[ContentPiece]:
     """The pieces of an answer with one piece for each block."""
     groups = groupby(enumerate(pieces), lambda one: (one[1].type, one[0] if one[1].type == "tool_use" else 0))
     blocks = [[piece for _, piece in group] for _, group in groups]
     return [block[0]._replace(text="".join(piece.text for piece in block)) for block in blocks]
 
 
-def _call(name: str, arguments: str, cut: bool) -> Piece:
+def _call(name: str, arguments: str, cut: bool) -> ContentPiece:
     """A call. Arguments that are no JSON object become `{"arguments": ...}`, unless they are `cut`."""
     try:
         given = parse_json(arguments or "{}")
@@ -66,4 +66,4 @@ def _call(name: str, arguments: str, cut: bool) -> Piece:
         given = arguments
     text = json.dumps(given if isinstance(given, dict) else {"arguments": given}, ensure_ascii=False)
     is_begun = cut and not isinstance(given, dict) and arguments[:1] in ("", "{")
-    return Piece("tool_use", arguments if is_begun else text, f"toolu_{uuid.uuid4().hex[:24]}", name)
+    return ContentPiece("tool_use", arguments if is_begun else text, f"toolu_{uuid.uuid4().hex[:24]}", name)

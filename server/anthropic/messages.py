@@ -12,7 +12,7 @@ from runtime.errors import RametError
 from runtime.frontend.output import Encoded, Output
 from runtime.frontend.stream import InTurn
 from runtime.protocol import CacheUsage
-from server.anthropic.content import Piece, pieces_of
+from server.anthropic.content import ContentPiece, pieces_of
 from server.anthropic.prompt import chat_of, numbers_of, turns_of
 from server.anthropic.threads import answer_of, continued, keep
 from server.anthropic.types import MessagesPrompt, MessagesRequest
@@ -110,12 +110,12 @@ class MessageWriter(Writer):
         self._model, self._context_length = context.check_model(body.model), context.engine.info.context_length
         self.id = f"msg_{submission.rid}"
         self.keep_pieces: Callable[..., Awaitable[None]] | None = None
-        self._pieces: list[Piece] = []
+        self._pieces: list[ContentPiece] = []
         self._left_out, self._prompt = list(dict.fromkeys([*body.left_out, *chat.left_out])), submission
         self._begun = self._explained = False
         self._late: dict[str, Any] = {}
         self._index = -1
-        self._seen: list[Piece] = []
+        self._seen: list[ContentPiece] = []
 
     async def answer(self, generation: Generation) -> dict[str, Any]:
         (output,) = await generation.collect()
@@ -158,7 +158,7 @@ class MessageWriter(Writer):
             yield delta | self._late
             yield {"type": "message_stop"}
 
-    def _read(self, output: Output, text: str) -> list[Piece]:
+    def _read(self, output: Output, text: str) -> list[ContentPiece]:
         pieces = pieces_of(self._reader.push(text, output.finish is not None, output.is_cut), output.is_cut)
         if self.keep_pieces is not None:
             self._pieces += pieces
@@ -192,7 +192,7 @@ class MessageWriter(Writer):
     def _reasons(why: Explanation) -> dict[str, Any]:
         return {"explain": why.describe(), "diagnostics": why.anthropic()}
 
-    def _stop(self, output: Output, pieces: list[Piece]) -> dict[str, Any]:
+    def _stop(self, output: Output, pieces: list[ContentPiece]) -> dict[str, Any]:
         """Anthropic's `stop_reason` and `stop_sequence`. Raises Conflict if the answer was aborted."""
         finish = output.finish
         assert finish is not None

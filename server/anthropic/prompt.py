@@ -7,7 +7,7 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.output import MAX_BREAKPOINTS
 from server.anthropic import types
 from server.generation.bodies import naming
-from server.openai.caching import Breakpoint
+from server.openai.caching import ExplicitBreakpoint
 from server.openai.messages import Message, Part, TextPart, ThinkingPart
 from server.openai.tools import CalledFunction, Function, Tool, ToolCall
 from server.openai.types import ChatRequest
@@ -93,11 +93,11 @@ def _part(block: Any) -> Part:
     return TextPart(type="text", text=block.text, prompt_cache_breakpoint=_point(block))
 
 
-def _point(block: types.Block | types.AnthropicTool) -> Breakpoint | None:
+def _point(block: types.MessageBlock | types.AnthropicTool) -> ExplicitBreakpoint | None:
     if block.cache_control is None:
         return None
     ttl: Any = block.cache_control.ttl  # not one of OpenAI's values, so validation is skipped
-    return Breakpoint.model_construct(mode="explicit", ttl=ttl)
+    return ExplicitBreakpoint.model_construct(mode="explicit", ttl=ttl)
 
 
 def _tool(tool: types.AnthropicTool) -> Tool:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from runtime.errors import InvalidRequest
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.frontend.stream import InTurn
-from server.anthropic.content import Piece, joined
+from server.anthropic.content import ContentPiece, joined
 from server.anthropic.types import AnthropicMessage, AnyTool, MessagesPrompt, TextBlocks
 from server.errors import BodyTooLarge, NotFound
 from server.generation.store import ResponseStore, StoredResponse
@@ -54,7 +54,7 @@ async def continued(body: P, threads: ResponseStore, account: str, engine: Async
 
 async def keep(
     body: MessagesPrompt,
-    pieces: Sequence[Piece],
+    pieces: Sequence[ContentPiece],
     name: str,
     threads: ResponseStore,
     account: str,
@@ -80,7 +80,7 @@ def _write(body: MessagesPrompt, answer: AnthropicMessage) -> bytes:
     return plain.encode()
 
 
-def answer_of(pieces: Sequence[Piece]) -> AnthropicMessage:
+def answer_of(pieces: Sequence[ContentPiece]) -> AnthropicMessage:
     """The message of an answer, as a client sends it back."""
     blocks = [piece.block() for piece in joined(pieces)]
     return AnthropicMessage.model_validate({"role": "assistant", "content": blocks})

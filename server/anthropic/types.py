@@ -32,7 +32,7 @@ class CacheControl(Body):
     ttl: Literal["5m", "1h"] = "5m"
 
 
-class Block(Body):
+class MessageBlock(Body):
     """Base of content blocks."""
 
     IGNORED = fields.ANSWERED | {"citations", "is_error"}
@@ -40,27 +40,27 @@ class Block(Body):
     cache_control: CacheControl | None = None
 
 
-class TextBlock(Block):
+class TextBlock(MessageBlock):
     type: Literal["text"]
     text: Text
 
 
-class ThinkingBlock(Block):
+class ThinkingBlock(MessageBlock):
     """Reasoning of an earlier answer, which the chat template may repeat. Signatures are ignored."""
 
     type: Literal["thinking"]
     thinking: Text
 
 
-class RedactedBlock(Block):
+class RedactedBlock(MessageBlock):
     """Encrypted reasoning of another server; left out of the prompt."""
 
-    IGNORED = Block.IGNORED | {"data"}
+    IGNORED = MessageBlock.IGNORED | {"data"}
 
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(MessageBlock):
     """An earlier tool call."""
 
     type: Literal["tool_use"]
@@ -89,7 +89,7 @@ class OtherSource(Unusable):
         return self.text
 
 
-class DocumentBlock(Block):
+class DocumentBlock(MessageBlock):
     """A plain-text document. The prompt has its title, its context and its text, each on a new line."""
 
     type: Literal["document"]
@@ -102,7 +102,7 @@ class DocumentBlock(Block):
         return "\n".join(filter(None, (self.title, self.context, self.source.data)))
 
 
-class SearchResultBlock(Block):
+class SearchResultBlock(MessageBlock):
     """A text that was found. The prompt has its title, its source and its text, each on a new line."""
 
     type: Literal["search_result"]
@@ -115,11 +115,11 @@ class SearchResultBlock(Block):
         return "\n".join([self.title, self.source, *(block.text for block in self.content)])
 
 
-class OtherBlock(Block, Unusable):
+class OtherBlock(MessageBlock, Unusable):
     """A block that is no text, such as the use of a tool that Anthropic's servers run."""
 
 
-class ImageBlock(Block, Unusable):
+class ImageBlock(MessageBlock, Unusable):
     """An image, in base64."""
 
     type: Literal["image"]
@@ -143,7 +143,7 @@ ReadBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | ImageBlock
 _ReadBlocks = Annotated[list[ReadBlock], Field(max_length=MAX_BLOCKS)]
 
 
-class ToolResultBlock(Block):
+class ToolResultBlock(MessageBlock):
     """The result of an earlier tool call."""
 
     type: Literal["tool_result"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from radix.node import TOKEN_BYTES, common_tokens
 from runtime.models.tokenizer import Tokenizer
-from server.explain.conversation import Conversation, Section, common_characters, section_at
+from server.explain.conversation import Conversation, PromptSection, common_characters, section_at
 
 # Tokens shown before the difference, and of each prompt after it.
 _BEFORE, _BEHIND = 16, 24
@@ -22,7 +22,7 @@ class Parting:
     """
 
     token: int
-    part: Section
+    part: PromptSection
     offset: int
     before: str
     here: str
@@ -52,12 +52,12 @@ def find_parting(
     here, there = text(tokens, token, token + _BEHIND), None if other is None else text(other, 0, _BEHIND)
     shared = 0 if there is None else common_characters(here, there)
     before = text(tokens, 0, token) + here[:shared]
-    part = Section("prompt")
+    part = PromptSection("prompt")
     if conversation is not None:
         whole = text(tokens, 0, len(tokens) // TOKEN_BYTES)
         part = section_at(conversation.sections(whole), len(before))
         if part.kind in ("system", "message") and there is not None and conversation.describes_tools(there[shared:]):
-            part = Section("tools", len(before))
+            part = PromptSection("tools", len(before))
     shown = text(tokens, max(token - _BEFORE, 0), token) + here[:shared]
     other_side = None if there is None else there[shared:]
     return Parting(token, part, len(before) - part.start, shown, here[shared:], other_side)

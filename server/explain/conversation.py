@@ -13,7 +13,7 @@ _TELLING = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class PromptSection:
     """A section of a prompt that begins at character `start`; `index`: the message's index in the request."""
 
     kind: Kind
@@ -50,7 +50,7 @@ class Conversation:
         self._marked = [i for i, turn in enumerate(self.turns) if turn["content"]]
         self._marks = [new_mark() for _ in self._marked]
 
-    def sections(self, text: str) -> list[Section]:
+    def sections(self, text: str) -> list[PromptSection]:
         """The sections of the conversation's text, in order; empty if the chat template changes contents.
 
         Text of the template belongs to the content that follows, and behind the last content to the last content.
@@ -61,13 +61,13 @@ class Conversation:
         silent = [{name: value for name, value in turn.items() if name != "tool_calls"} for turn in self.turns]
         calls = self._added(pieces, silent, self.tools) if silent != self.turns else {}
         tools = dict([*self._added(pieces, self.turns, []).items()][:1]) if self.tools else {}
-        found, at = [Section("system")], 0
+        found, at = [PromptSection("system")], 0
         for place, piece in enumerate(pieces):
             start = text.find(piece, at) if piece else at
             if start < 0:
                 break
             following = self._section(place) if place else found[0]
-            added = [(*tools[place], Section("tools"))] if place in tools else []
+            added = [(*tools[place], PromptSection("tools"))] if place in tools else []
             added += [(*calls[place], self._caller(place))] if place in calls else []
             if place and not any(first == 0 for first, _, _ in added):
                 # One character later: where this content ends, the other prompt's content may continue.
@@ -93,16 +93,16 @@ class Conversation:
                 return len(other) >= _TELLING and 0 <= at <= start < at + _TELLING
         return False
 
-    def _section(self, place: int) -> Section:
+    def _section(self, place: int) -> PromptSection:
         """The section of content number `place`; a place behind the last content belongs to the last content."""
         index = self._marked[min(place, len(self._marked) - 1)]
         leading = all(turn["role"] == "system" for turn in self.turns[: index + 1])
-        return Section("system") if leading else self._message(index)
+        return PromptSection("system") if leading else self._message(index)
 
-    def _message(self, turn: int) -> Section:
-        return Section("message", index=turn if self.numbers is None else self.numbers[turn])
+    def _message(self, turn: int) -> PromptSection:
+        return PromptSection("message", index=turn if self.numbers is None else self.numbers[turn])
 
-    def _caller(self, place: int) -> Section:
+    def _caller(self, place: int) -> PromptSection:
         """The last message with tool calls before content number `place`."""
         stop = self._marked[place] if place < len(self._marked) else len(self.turns)
         return self._message(max((i for i in range(stop) if self.turns[i].get("tool_calls")), default=0))
@@ -143,7 +143,7 @@ def common_characters(one: str, other: str) -> int:
     return next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
 
 
-def section_at(sections: list[Section], character: int) -> Section:
+def section_at(sections: list[PromptSection], character: int) -> PromptSection:
     """The section that contains the given character."""
     before = [section for section in sections if section.start <= character]
-    return before[-1] if before else Section("prompt")
+    return before[-1] if before else PromptSection("prompt")

@@ -159,7 +159,7 @@ class LazyConstraint(Body, Lazy, strict=True):
     """`Lazy` in a request."""
 
 
-class Sampling(Body, SamplingParams, strict=True):
+class SamplingBody(Body, SamplingParams, strict=True):
     """`SamplingParams` in a request."""
 
     IGNORED = fields.OPERATION

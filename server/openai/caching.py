@@ -17,7 +17,7 @@ Ttl = Literal["30m", "12h"]
 Retention = Literal["in_memory", "24h"]
 
 
-class Breakpoint(Body):
+class ExplicitBreakpoint(Body):
     """A breakpoint: the prompt up to the end of this text, tool or call is kept."""
 
     mode: Literal["explicit"]
@@ -34,10 +34,10 @@ class CacheOptions(Body):
 
 
 # Returns the text to write behind something that may have a breakpoint: usually none, or a mark.
-Mark = Callable[[Breakpoint | None], str]
+Mark = Callable[[ExplicitBreakpoint | None], str]
 
 
-def unmarked(point: Breakpoint | None) -> str:
+def unmarked(point: ExplicitBreakpoint | None) -> str:
     """The `Mark` that never writes anything."""
     return ""
 
@@ -56,9 +56,9 @@ def keep_places(
     Raises:
         InvalidRequest: if the prompt has parts and is to be kept.
     """
-    points: list[Breakpoint] = []
+    points: list[ExplicitBreakpoint] = []
 
-    def collect(point: Breakpoint | None) -> str:
+    def collect(point: ExplicitBreakpoint | None) -> str:
         points.extend([] if point is None else [point])
         return ""
 

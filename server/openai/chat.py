@@ -18,7 +18,7 @@ from server.openai.dialects.choosing import dialect_of
 from server.openai.dialects.tagged import TAGGED
 from server.openai.messages import Message
 from server.openai.prompt import Chats, begins_reasoning
-from server.openai.reader import AnswerReader, CallReader, Said, text_input
+from server.openai.reader import AnswerParts, AnswerReader, CallReader, text_input
 from server.openai.tools import ToolCall
 from server.openai.types import ChatRequest
 
@@ -101,13 +101,13 @@ class ChatWriter(ChoicesWriter):
         prompt = {**self._of_prompt(), **self.prompt_logprobs_of(done[0])}
         return self.whole(done, choices, **prompt, **self._explained(why))
 
-    def _read(self, output: Output, text: str) -> Said:
+    def _read(self, output: Output, text: str) -> AnswerParts:
         """The parts of an answer that are final."""
         thought, shown, calls = self._readers[output.choice].push(text, output.finish is not None, output.is_cut)
         if thought:
             self._thoughts[output.choice].append(thought)
         calls = [_custom_call(call) if call["function"]["name"] in self._custom else call for call in calls]
-        return Said(thought if self._body.include_reasoning else "", shown, calls)
+        return AnswerParts(thought if self._body.include_reasoning else "", shown, calls)
 
     def usage(self, outputs: Iterable[Output]) -> dict[str, Any]:
         thoughts = self._tokenizer.encode_each(["".join(parts) for parts in self._thoughts])

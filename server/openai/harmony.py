@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from server.openai.reader import CallReader, Said, before_tag
+from server.openai.reader import AnswerParts, CallReader, before_tag
 
 _BODY = "<|message|>"
 # Headers of the answer's text; the second one announces JSON.
@@ -41,17 +41,17 @@ class HarmonyReader:
     def num_calls(self) -> int:
         return self.calls.num_calls
 
-    def push(self, text: str, last: bool, cut: bool = False) -> Said:
+    def push(self, text: str, last: bool, cut: bool = False) -> AnswerParts:
         """Add text; `last`, `cut`: see `CallReader.push`."""
         self._held += text
         if self._place == "start" and (last or not any(one.startswith(self._held) for one in _BEGINNINGS)):
             self._place = "header" if self._held.startswith(_BEGINNINGS) else "plain"
         if self._place == "start":
-            return Said("", "", [])
+            return AnswerParts("", "", [])
         if self._place == "plain":
             text, self._held = self._held, ""
-            return Said("", *self.calls.push(text, last, cut))
-        said = Said("", "", [])
+            return AnswerParts("", *self.calls.push(text, last, cut))
+        said = AnswerParts("", "", [])
         while self._place == "body" or self._read_header():
             ends = [(at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0]
             end, mark = min(ends, default=(len(self._held), ""))
@@ -74,7 +74,7 @@ class HarmonyReader:
             self._place, self._held, self._is_new = "body", behind, True
         return bool(found)
 
-    def _add(self, said: Said, part: str, is_whole: bool) -> Said:
+    def _add(self, said: AnswerParts, part: str, is_whole: bool) -> AnswerParts:
         """`said` with a part of a message's body; `is_whole`: whether the body ends with it."""
         thought, text, calls = said
         if self._recipient:
@@ -87,4 +87,4 @@ class HarmonyReader:
             part = f"\n\n{part}" if self._is_new and is_thought in self._written else part
             self._is_new, self._written = False, self._written | {is_thought}
             thought, text = (thought + part, text) if is_thought else (thought, text + part)
-        return Said(thought, text, calls)
+        return AnswerParts(thought, text, calls)

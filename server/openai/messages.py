@@ -15,7 +15,7 @@ from server.features.parts import FeaturePart, GivenPart
 from server.features.registry import MessagePart
 from server.http.body import Body, ByType, OneOr, Text, Unusable
 from server.http.fields import ANSWERED
-from server.openai.caching import Breakpoint, Mark, unmarked
+from server.openai.caching import ExplicitBreakpoint, Mark, unmarked
 from server.openai.tools import MAX_TOOLS, ToolCall
 
 # Most messages in a conversation, and most parts in a message.
@@ -33,7 +33,7 @@ class TextPart(Body):
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
-    prompt_cache_breakpoint: Breakpoint | None = None
+    prompt_cache_breakpoint: ExplicitBreakpoint | None = None
 
 
 class RefusalPart(Body):
@@ -59,7 +59,7 @@ class ImagePart(Unusable):
 
     type: Literal["image_url", "input_image", "image"]
     image_url: Any = None
-    prompt_cache_breakpoint: Breakpoint | None = None
+    prompt_cache_breakpoint: ExplicitBreakpoint | None = None
     _images: Pictures | None = PrivateAttr(None)
     _mark: str | None = PrivateAttr(None)
     _base64: tuple[str, str] | None = PrivateAttr(None)

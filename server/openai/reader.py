@@ -16,7 +16,7 @@ from server.openai.dialects.tags import Closing, end_of_call
 _CALL = '{"name":"'  # without white space
 
 
-class Said(NamedTuple):
+class AnswerParts(NamedTuple):
     """Parts of an answer that later text cannot change. `calls` are in OpenAI's form."""
 
     thought: str
@@ -155,10 +155,10 @@ class AnswerReader:
     def num_calls(self) -> int:
         return self.calls.num_calls
 
-    def push(self, text: str, last: bool, cut: bool = False) -> Said:
+    def push(self, text: str, last: bool, cut: bool = False) -> AnswerParts:
         """Add text; `last`, `cut`: see `CallReader.push`."""
         thought, said = self._split(text, last)
-        return Said(thought, *self.calls.push(said, last, cut))
+        return AnswerParts(thought, *self.calls.push(said, last, cut))
 
     def _split(self, text: str, last: bool) -> tuple[str, str]:
         """The new part of the reasoning, and the new text behind it."""

@@ -21,7 +21,7 @@ from runtime.models.templates import TemplateRefused
 from runtime.models.tokenizer import Tokenizer
 from server.http.body import Body, ByType, JsonObject, JsonText, Text, Unusable
 from server.http.fields import ANSWERED
-from server.openai.caching import Breakpoint, Mark, unmarked
+from server.openai.caching import ExplicitBreakpoint, Mark, unmarked
 from server.openai.dialects.dialect import CLOSE, OPEN
 from server.openai.history import fitted, mended, with_calls_as_text
 
@@ -59,7 +59,7 @@ class Tool(Body):
 
     type: Literal["function", "custom"]
     function: Function
-    prompt_cache_breakpoint: Breakpoint | None = None
+    prompt_cache_breakpoint: ExplicitBreakpoint | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -159,7 +159,7 @@ class ToolCall(Body):
     id: Text | None = None
     type: Literal["function", "custom"] = "function"
     function: CalledFunction
-    prompt_cache_breakpoint: Breakpoint | None = None
+    prompt_cache_breakpoint: ExplicitBreakpoint | None = None
 
     @model_validator(mode="before")
     @classmethod

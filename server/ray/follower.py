@@ -20,7 +20,7 @@ _REPLAY_S = 5.0
 _decode = msgspec.msgpack.Decoder(EventBatch).decode
 
 
-class Follower(Generic[R]):
+class ReplicaFollower(Generic[R]):
     """Applies the events of one replica to an index. Create and close it on the same event loop.
 
     Args:

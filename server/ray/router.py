@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from server.ray.follower import Follower
+from server.ray.follower import ReplicaFollower
 from server.ray.placement import Placement
 
 
@@ -22,7 +22,7 @@ class PrefixRouter(RequestRouter):
     def initialize_state(self, block_size: int, weight: float, balance: float) -> None:
         """The arguments are those of `Placement`; `block_size` is in tokens."""
         self._placement: Placement[ReplicaID] = Placement(block_size, weight, balance)
-        self._followers: dict[ReplicaID, Follower[ReplicaID]] = {}
+        self._followers: dict[ReplicaID, ReplicaFollower[ReplicaID]] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Follow the events of new replicas, and remove replicas that have left."""
@@ -33,7 +33,7 @@ class PrefixRouter(RequestRouter):
         for replica, metadata in there.items():
             if replica not in self._followers and "events" in metadata:
                 self._placement.join(replica)
-                follower = Follower(self._placement.index, replica, metadata["events"], metadata["replay"])
+                follower = ReplicaFollower(self._placement.index, replica, metadata["events"], metadata["replay"])
                 self._followers[replica] = follower
 
     def _forget(self, replica: ReplicaID) -> None:

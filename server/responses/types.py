@@ -202,7 +202,7 @@ class TextConfig(Body):
     format: TextFormat | None = None
 
 
-class Reasoning(Body):
+class ReasoningOptions(Body):
     """`effort` sets the chat template's `reasoning_effort`. Reasoning is never summarised."""
 
     IGNORED = frozenset({"summary", "generate_summary", "encrypted_content", "context", "mode"})
@@ -256,7 +256,7 @@ class ResponseRequest(SampledRequest):
     tool_choice: ItemChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = Field(default_factory=TextConfig)
-    reasoning: Reasoning = Field(default_factory=Reasoning)
+    reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     include: Annotated[list[Text], Field(max_length=64)] = Field(
         default_factory=list, description="message.output_text.logprobs adds log-probabilities; others add nothing"
     )

@@ -17,7 +17,7 @@ from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.explain.reason import Explanation
 from server.features.parts import FeatureStores, Stores
 from server.features.registry import GenerateFields
-from server.generation.bodies import AnswerId, GenerationBody, Reuse, Sampling
+from server.generation.bodies import AnswerId, GenerationBody, Reuse, SamplingBody
 from server.generation.service import Generation, Service, Writer
 from server.http import fields
 from server.http.answers import JsonList
@@ -52,7 +52,7 @@ class GenerateRequest(GenerationBody, GenerateFields):
     ALIASES: ClassVar[Mapping[str, str]] = {"extra_key": "cache_salt", "return_prompt_token_ids": "return_token_ids"}
 
     WITHIN: ClassVar[Mapping[str, str]] = {
-        **{name: f"sampling_params.{name}" for name in (*SamplingParams.model_fields, *Sampling.ALIASES)},
+        **{name: f"sampling_params.{name}" for name in (*SamplingParams.model_fields, *SamplingBody.ALIASES)},
         "max_tokens": "sampling_params.max_new_tokens",
         "prompt": "text",
     }
@@ -65,7 +65,7 @@ class GenerateRequest(GenerationBody, GenerateFields):
         None, description="data URLs or base64 of the images for which the texts have the model's image token, in order"
     )
     reuse: Reuse | None = None
-    sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
+    sampling_params: OneOrMany[SamplingBody] = Field(default_factory=SamplingBody)
     return_logprob: OneOrMany[bool] = Field(False, description="one value, or one for each prompt, as the next two")
     logprob_start_len: OneOrMany[Annotated[int, Field(ge=-1)]] = Field(
         -1, description="report prompt tokens from this position on; -1: none"

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import new_rid
-from server.anthropic.types import Block
+from server.anthropic.types import MessageBlock
 from server.errors import _first_problem
 from server.fields import BODIES, fields_page
 from server.http import unknown_fields
@@ -51,8 +51,8 @@ def test_every_body_with_fields_of_others_is_in_the_table():
         "ItemReasoning",
         "ItemResult",
         "ToolCall",
-        "Block",
-        *(kind.__name__ for kind in every_body(Block)),
+        "MessageBlock",
+        *(kind.__name__ for kind in every_body(MessageBlock)),
     }
 
 

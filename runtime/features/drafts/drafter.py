@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from radix import RadixTree
 from runtime.batch import MOST_DRAFTED
-from runtime.features.drafts.lookup import LEAST, Places, Recent, continuation
+from runtime.features.drafts.lookup import LEAST, Places, RecentOutputs, continuation
 from runtime.features.drafts.pace import LEAST_GAIN, Acceptance, Pace, share_out
 from runtime.request import Request, Work
 
@@ -60,7 +60,7 @@ class Drafter:
     def __init__(self, tree: RadixTree):
         self._tree = tree
         self._drafts: dict[Request, Draft] = {}
-        self._recent = Recent()
+        self._recent = RecentOutputs()
         self._pace = Pace()
         self._rates: dict[Hashable, Acceptance] = {}
         self._idle = 0  # steps until the next lookup

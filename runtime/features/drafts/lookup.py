@@ -70,7 +70,7 @@ class Places:
         return at, longest
 
 
-class Recent:
+class RecentOutputs:
     """Outputs of finished requests by namespace; newer outputs replace older ones."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from cachetools import LRUCache
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.features.images.ask import ImagesAsk, TileRun
-from runtime.features.images.decoding import PROCESSES, Order
+from runtime.features.images.decoding import PROCESSES, DecodeOrder
 from runtime.features.images.rules import ImageLayout, Rules, tokens_of
 from runtime.frontend.pictures import MARK, MOST_IMAGES
 from runtime.models.marks import new_place
@@ -58,7 +58,7 @@ class ModelSight:
             known = self._layouts.get((account, salt, mark))
         if known is not None:
             return known
-        found = PROCESSES.decode(Order(self.rules, data))
+        found = PROCESSES.decode(DecodeOrder(self.rules, data))
         of_tiles = zip(found.digests, found.sizes, strict=True)
         tiles = [tokens_of(digest, self.rules.rows(*size)) for digest, size in of_tiles]
         widths = [width // self.rules.row for width, *_ in found.sizes]

@@ -29,7 +29,7 @@ MOST_PIXELS, MOST_RATIO = 1 << 25, 200
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
-class Order(msgspec.Struct):
+class DecodeOrder(msgspec.Struct):
     """An image to decode; `pixels`: whether the answer has them, and no digests."""
 
     rules: Any  # `Rules`; `as_rules` makes them again of what msgspec reads
@@ -56,7 +56,7 @@ class Decoded(msgspec.Struct):
     error: str | None = None
 
 
-def decode(order: Order) -> Decoded:
+def decode(order: DecodeOrder) -> Decoded:
     """Decode an image and cut it into tiles. Raises InvalidRequest."""
     image = _open(order.data)
     rules = order.rules if isinstance(order.rules, Rules) else as_rules(order.rules)
@@ -113,7 +113,7 @@ def _in_rgb(image: Image.Image) -> Image.Image:
 
 def _answer(order: bytes) -> Decoded:
     try:
-        return decode(msgspec.msgpack.decode(order, type=Order))
+        return decode(msgspec.msgpack.decode(order, type=DecodeOrder))
     except InvalidRequest as error:
         return Decoded(error=error.message)
 

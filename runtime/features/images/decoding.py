@@ -8,7 +8,7 @@ import msgspec
 
 from runtime.errors import InvalidRequest
 from runtime.features.images import decoder
-from runtime.features.images.decoder import DECODE_S, Decoded, Order
+from runtime.features.images.decoder import DECODE_S, Decoded, DecodeOrder
 from runtime.models.process_pool import ProcessPool
 from runtime.models.template_program import read_frame, write_frame
 
@@ -19,7 +19,7 @@ class DecodingProcesses(ProcessPool):
     def __init__(self) -> None:
         super().__init__("decode the image", ["-m", decoder.__name__], read_frame)
 
-    def decode(self, order: Order) -> Decoded:
+    def decode(self, order: DecodeOrder) -> Decoded:
         """Decode an image; blocks. Raises InvalidRequest if it cannot be decoded, Overloaded as `ask`."""
         data = msgspec.msgpack.encode(order)
         wait_s = 3 * DECODE_S  # on busy cores, CPU seconds take longer

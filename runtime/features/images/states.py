@@ -12,7 +12,7 @@ from cachetools import LRUCache
 
 from radix import Namespace
 from runtime.features.images.decoder import Decoded
-from runtime.features.images.decoding import PROCESSES, Order
+from runtime.features.images.decoding import PROCESSES, DecodeOrder
 from runtime.features.images.rules import Rules
 from runtime.features.images.tower import Tower
 from runtime.features.images.tower_process import TowerProcess
@@ -54,7 +54,7 @@ class States:
         if (states := self.get(key)) is None:
             image, erased = (key[0], file), self._erased
             decoded = self._once(
-                self._decoded, image, lambda: PROCESSES.decode(Order(self.rules, file, pixels=True)), erased
+                self._decoded, image, lambda: PROCESSES.decode(DecodeOrder(self.rules, file, pixels=True)), erased
             )
             states = self._once(
                 self._kept, key, lambda: self._tower.states(decoded.tiles[tile], decoded.sizes[tile]), erased

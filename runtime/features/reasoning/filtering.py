@@ -39,7 +39,7 @@ class StepHistory:
 
 
 @dataclass(slots=True, frozen=True)
-class Match:
+class PageMatch:
     """A page and an earlier page that could replace it.
 
     Attributes:
@@ -64,7 +64,7 @@ class CollaborativeFilter:
         self._tokenizer: Tokenizer | None = None
         self._page_size = page_size
 
-    def evaluate(self, history: StepHistory, pages: array[int], first: int, tokens: array[int]) -> list[Match]:
+    def evaluate(self, history: StepHistory, pages: array[int], first: int, tokens: array[int]) -> list[PageMatch]:
         """The best match of each page in the steps that new tokens close.
 
         Args:
@@ -75,7 +75,7 @@ class CollaborativeFilter:
         tokenizer = self._tokenizer = self._tokenizer or self._load_tokenizer()
         history.output.extend(tokens)
         pushed = [history.splitter.push(token, tokenizer.token_text(token)) for token in tokens]
-        matches: list[Match] = []
+        matches: list[PageMatch] = []
         for step in (step for step in pushed if step is not None):
             # With some tokenizers, the texts of single tokens lack spaces that the whole text has.
             step = replace(step, text=tokenizer.decode(history.output[step.start : step.end]))
@@ -83,7 +83,7 @@ class CollaborativeFilter:
             history.steps.append(step)
         return matches
 
-    def _matches(self, history: StepHistory, step: Step, pages: array[int], first: int) -> Iterator[Match]:
+    def _matches(self, history: StepHistory, step: Step, pages: array[int], first: int) -> Iterator[PageMatch]:
         inside = self._inside(history, step)
         own = range(max(inside.start, first), inside.stop)
         candidates = _candidates(history, step) if own else []
@@ -100,9 +100,9 @@ class CollaborativeFilter:
         first, stop = history.prompt_len + step.start, history.prompt_len + step.end
         return range(-(-first // self._page_size), stop // self._page_size)
 
-    def _measure(self, history: StepHistory, pages: array[int], index: int, source: int) -> Match:
+    def _measure(self, history: StepHistory, pages: array[int], index: int, source: int) -> PageMatch:
         mine, other = history.page(index, pages[index]), history.page(source, pages[source])
-        return Match(index, mine.id, source, other.id, self._distances.between(mine, other))
+        return PageMatch(index, mine.id, source, other.id, self._distances.between(mine, other))
 
 
 def _candidates(history: StepHistory, step: Step) -> list[Step]:

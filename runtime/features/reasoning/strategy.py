@@ -14,7 +14,7 @@ from runtime.execution.executor import Executor
 from runtime.features.reasoning.ask import METHOD, ReasoningAsk, ReasoningReport
 from runtime.features.reasoning.background import Background
 from runtime.features.reasoning.distance import Distances
-from runtime.features.reasoning.filtering import CollaborativeFilter, Match, StepHistory
+from runtime.features.reasoning.filtering import CollaborativeFilter, PageMatch, StepHistory
 from runtime.features.reasoning.reservoir import Reservoir
 from runtime.kv.cache import PagedCache
 from runtime.models.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ class ReasoningLease(PrefixLease):
         else:
             self.strategy.counters["deferred_evaluations"] += 1
 
-    def consider(self, match: Match) -> None:
+    def consider(self, match: PageMatch) -> None:
         """Apply a match if both pages are still in place and their distance is small enough."""
         # If a page was freed meanwhile, the measured rows may belong to another request.
         held = self._page(match.index), self._page(match.source_index)
@@ -201,7 +201,7 @@ class ReasonCache(PrefixStrategy[ReasoningAsk]):
         super().__init__(cache, executor.spec.num_layers)
         self._has_all_heads = executor.spec.num_kv_heads == cache.pool.k.shape[2]
         self.filter = CollaborativeFilter(Distances(cache.pool), load_tokenizer, cache.page_size)
-        self.background = Background[tuple[ReasoningLease, StepHistory, list[Match]]]()
+        self.background = Background[tuple[ReasoningLease, StepHistory, list[PageMatch]]]()
         self.reservoir = Reservoir()
         self.num_saved = 0
 

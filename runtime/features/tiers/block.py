@@ -51,7 +51,7 @@ class Fingerprint(NamedTuple):
         return _digest(b"fingerprint", *(str(field).encode() for field in self))
 
 
-class Block(NamedTuple):
+class TierBlock(NamedTuple):
     """A block's key, and everything else that a stored block must match.
 
     Attributes:
@@ -118,14 +118,16 @@ class Format:
             fields.append(self._sight)
         return _digest(self._secret, *fields)
 
-    def chain(self, namespace: Namespace, tokens: bytes, block_bytes: int, parent: BlockKey = ROOT) -> Iterator[Block]:
+    def chain(
+        self, namespace: Namespace, tokens: bytes, block_bytes: int, parent: BlockKey = ROOT
+    ) -> Iterator[TierBlock]:
         """The whole blocks of tokens that follow `parent`; `block_bytes`: bytes of a block's tokens."""
         for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
             own = tokens[start : start + block_bytes]
             parent = self.key(parent, namespace, own)
-            yield Block(parent, namespace, own)
+            yield TierBlock(parent, namespace, own)
 
-    def encode(self, block: Block, payload: Buffer, *, sealed: bool = True) -> list[Buffer]:
+    def encode(self, block: TierBlock, payload: Buffer, *, sealed: bool = True) -> list[Buffer]:
         """The buffers of a stored block, in order; without encryption, the last one is the payload, not copied.
 
         Args:
@@ -146,7 +148,7 @@ class Format:
             body = [cipher.seal(block.namespace.tenant, b"".join(body), head + tenant)]
         return [head, _checksum(head, tenant, *body), tenant, *body]
 
-    def decode(self, data: Buffer, block: Block, *, sealed: bool = True) -> memoryview | Mismatch:
+    def decode(self, data: Buffer, block: TierBlock, *, sealed: bool = True) -> memoryview | Mismatch:
         """The payload of a stored block, or the first reason why it is not `block`; `sealed`: see `encode`."""
         view = memoryview(data).cast("B")
         head = read_block(view)

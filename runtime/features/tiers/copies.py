@@ -10,7 +10,7 @@ from threading import Lock
 
 import torch
 
-from runtime.features.tiers.block import Block
+from runtime.features.tiers.block import TierBlock
 from runtime.features.tiers.worker import TierWorker
 from runtime.kv.pool import KVPool
 from runtime.kv.side_stream import SideStream
@@ -46,7 +46,7 @@ class Copies:
         """Whether pages are waiting to be copied."""
         return bool(self._by_page)
 
-    def add(self, block: Block, pages: array[int]) -> bool:
+    def add(self, block: TierBlock, pages: array[int]) -> bool:
         """Queue a block for the stores; False if the worker has no room for it."""
         copy = Copy(pages)
         queue = partial(self._worker.write, block, partial(self._take, copy), len(pages) * self._pool.page_bytes)

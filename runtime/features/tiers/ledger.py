@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from threading import Lock
 
 from radix.events import Event, Removed
-from runtime.features.tiers.block import Block, BlockKey
+from runtime.features.tiers.block import BlockKey, TierBlock
 
 # Most blocks to remember of each store; beyond that, the oldest counts as gone.
 MOST_BLOCKS = 1 << 17
@@ -23,7 +23,7 @@ class Ledger:
         self._held: defaultdict[str, OrderedDict[BlockKey, Removed]] = defaultdict(OrderedDict)
         self._news: defaultdict[str, list[Event]] = defaultdict(list)
 
-    def stored(self, store: str, block: Block) -> None:
+    def stored(self, store: str, block: TierBlock) -> None:
         """Add the event of a block, unless the store is known to hold it."""
         if block.event is None:
             return

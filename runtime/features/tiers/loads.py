@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from radix import Namespace
-from runtime.features.tiers.block import Block
+from runtime.features.tiers.block import TierBlock
 from runtime.features.tiers.worker import Loaded
 from runtime.kv.segments import Run, Segment
 
@@ -26,7 +26,7 @@ class RunLoad:
 
     run: Run
     first_page: int
-    blocks: list[Block]
+    blocks: list[TierBlock]
     loading: Future[list[Loaded]] | None = None
     found: list[Loaded] = field(default_factory=list)
     kept: Segment = field(default_factory=lambda: Segment(array("i"), 0))

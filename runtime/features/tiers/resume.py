@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from radix import Namespace, text_of_path
-from runtime.features.tiers.block import ROOT, Block, Format, Mismatch
+from runtime.features.tiers.block import ROOT, Format, Mismatch, TierBlock
 from runtime.features.tiers.files import NOTES, replace_file
 from runtime.kv.pins import Pin
 
@@ -88,6 +88,6 @@ class Resume:
                     other.unlink()
         self.write([] if tenant is None else [pin for pin in self.read() if pin.namespace.tenant != tenant])
 
-    def _block(self, tenant: str) -> Block:
+    def _block(self, tenant: str) -> TierBlock:
         namespace = Namespace(tenant, entry=_ENTRY)
-        return Block(self._form.key(ROOT, namespace, b""), namespace, b"")
+        return TierBlock(self._form.key(ROOT, namespace, b""), namespace, b"")

@@ -10,7 +10,7 @@ from threading import BoundedSemaphore, Lock
 from typing import TypeVar
 
 from runtime.calls import TierState
-from runtime.features.tiers.block import Block, BlockKey, Buffer
+from runtime.features.tiers.block import BlockKey, Buffer, TierBlock
 from runtime.features.tiers.lane import Lane
 from runtime.features.tiers.ledger import Ledger
 from runtime.features.tiers.store import BlockStore, Usage, size_of
@@ -130,7 +130,7 @@ class Tier:
         """`contains_many` without measuring the speed; None if the store fails."""
         return self._call(self._reads, lambda: self._store.contains_many(keys))
 
-    def get(self, block: Block) -> Buffer | None:
+    def get(self, block: TierBlock) -> Buffer | None:
         """The bytes stored under a block's key, which are not validated; None if there are none."""
         begun = self._clock()
         data = self._call(self._reads, lambda: self._store.get(block.key))
@@ -144,11 +144,11 @@ class Tier:
         self.count("bytes_read", size)
         return data
 
-    def found(self, block: Block) -> None:
+    def found(self, block: TierBlock) -> None:
         """Note that the store has a block."""
         self._ledger.stored(self.name, block)
 
-    def put(self, block: Block, buffers: Sequence[Buffer]) -> None:
+    def put(self, block: TierBlock, buffers: Sequence[Buffer]) -> None:
         self.found(block)  # before a later write may evict it
         done = self._call(self._writes, lambda: self._store.put(block.key, buffers, block.namespace.tenant))
         if done:

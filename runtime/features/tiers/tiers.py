@@ -20,7 +20,7 @@ from radix.namespace import APPROXIMATE
 from radix.node import TOKEN_BYTES
 from radix.stats import Cause
 from runtime.calls import State
-from runtime.features.tiers.block import HEAD_BYTES, ROOT, Block, BlockKey
+from runtime.features.tiers.block import HEAD_BYTES, ROOT, BlockKey, TierBlock
 from runtime.features.tiers.copies import Copies
 from runtime.features.tiers.loads import Load, RunLoad
 from runtime.features.tiers.worker import TierWorker
@@ -135,7 +135,7 @@ class Tiers(Watcher):
             if not evicted:
                 self.keys.update(dict.fromkeys(own, block.key))
 
-    def _ending(self, node: Node, num_pages: int) -> Iterator[tuple[Block, array[int]]]:
+    def _ending(self, node: Node, num_pages: int) -> Iterator[tuple[TierBlock, array[int]]]:
         """The blocks that end in the last `num_pages` pages of a path, with their pages."""
         if not num_pages or node.namespace.entry.startswith(_APPROXIMATE):
             return
@@ -151,14 +151,14 @@ class Tiers(Watcher):
         for number in range(first, last):
             yield blocks[number], pages[number * size : (number + 1) * size]
 
-    def _blocks(self, tokens: bytes, namespace: Namespace, is_entry: bool) -> list[Block]:
+    def _blocks(self, tokens: bytes, namespace: Namespace, is_entry: bool) -> list[TierBlock]:
         """The blocks of a run from its root on. Those of an entry include the last block, which may be shorter."""
         size = self.block_pages * self._page_bytes
         form = self.worker.form
         blocks = list(form.chain(namespace, tokens, size))
         if is_entry and (rest := tokens[len(blocks) * size :]):
             key = form.key(blocks[-1].key if blocks else ROOT, namespace, rest)
-            blocks.append(Block(key, namespace, rest))
+            blocks.append(TierBlock(key, namespace, rest))
         if self._cache.events is not None:
             hashes = block_hashes(tokens, self._page_bytes, None, namespace)
             for number, block in enumerate(blocks):
@@ -208,7 +208,7 @@ class Tiers(Watcher):
             return None
         return RunLoad(run, first * self.block_pages, blocks)
 
-    def _num_pages(self, blocks: Iterable[Block]) -> int:
+    def _num_pages(self, blocks: Iterable[TierBlock]) -> int:
         return sum(len(block.tokens) for block in blocks) // self._page_bytes
 
     def _bringing(self, key: BlockKey) -> Load | None:

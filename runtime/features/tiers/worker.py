@@ -9,7 +9,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from runtime.calls import TierState
-from runtime.features.tiers.block import Block, BlockKey, Buffer, Format, Mismatch
+from runtime.features.tiers.block import BlockKey, Buffer, Format, Mismatch, TierBlock
 from runtime.features.tiers.lane import Lane
 from runtime.features.tiers.ledger import Ledger
 from runtime.features.tiers.store import BlockStore
@@ -82,7 +82,7 @@ class TierWorker:
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def write(self, block: Block, gather: Callable[[], Buffer], num_bytes: int) -> bool:
+    def write(self, block: TierBlock, gather: Callable[[], Buffer], num_bytes: int) -> bool:
         """Queue a block for all stores; False if the queue has no room, which is counted.
 
         Args:
@@ -95,14 +95,14 @@ class TierWorker:
         self.num_dropped += 1
         return False
 
-    def _gather(self, block: Block, gather: Callable[[], Buffer]) -> None:
+    def _gather(self, block: TierBlock, gather: Callable[[], Buffer]) -> None:
         payload = gather()
         plain = self.form.encode(block, payload, sealed=False)
         for tier in self._tiers.values():
             if not tier.lane.offer(memoryview(payload).nbytes, partial(self._store, tier, block, payload, plain)):
                 tier.count("dropped")
 
-    def _store(self, tier: Tier, block: Block, payload: Buffer, plain: list[Buffer]) -> None:
+    def _store(self, tier: Tier, block: TierBlock, payload: Buffer, plain: list[Buffer]) -> None:
         if tier.contains_many([block.key])[0]:
             tier.touch([block.key])
             tier.found(block)
@@ -148,7 +148,7 @@ class TierWorker:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def load(
-        self, blocks: Sequence[Block], num_bytes: int, compute_s: float | None = None, limit_s: float = 10.0
+        self, blocks: Sequence[TierBlock], num_bytes: int, compute_s: float | None = None, limit_s: float = 10.0
     ) -> Future[list[Loaded]]:
         """Load blocks, up to the first block that no tier has.
 
@@ -160,7 +160,7 @@ class TierWorker:
         """
         return self._loaders.submit(self._load, list(blocks), num_bytes, compute_s, self._clock() + limit_s)
 
-    def _load(self, blocks: list[Block], num_bytes: int, compute_s: float | None, until: float) -> list[Loaded]:
+    def _load(self, blocks: list[TierBlock], num_bytes: int, compute_s: float | None, until: float) -> list[Loaded]:
         found: list[Loaded] = []
         num_erasures, before = self._num_erasures, -1
         while before < len(found) < len(blocks):
@@ -173,7 +173,7 @@ class TierWorker:
                     found.append(Loaded(payload, tier.name))
         return found if num_erasures == self._num_erasures else []
 
-    def _worth(self, tier: Tier, blocks: list[Block], num_bytes: int, compute_s: float | None) -> list[Block]:
+    def _worth(self, tier: Tier, blocks: list[TierBlock], num_bytes: int, compute_s: float | None) -> list[TierBlock]:
         """The leading blocks that a tier has and main memory lacks, if loading is faster than computing."""
         if not blocks:
             return []
@@ -189,7 +189,7 @@ class TierWorker:
             return []
         return blocks[:number]
 
-    def _read(self, tier: Tier, block: Block, num_erasures: int) -> memoryview | None:
+    def _read(self, tier: Tier, block: TierBlock, num_erasures: int) -> memoryview | None:
         """A block's payload; None if it is missing or damaged.
 
         A block of a tier that outlives the process is also kept in main memory, unless an erasure has come in between.

@@ -16,7 +16,7 @@ from runtime.frontend.output import PartedPrompt
 from runtime.models.tokenizer import Tokenizer
 from server.features.chunks.precompute import Precompute
 from server.features.chunks.routes import object_router
-from server.features.chunks.store import Store, Stored
+from server.features.chunks.store import Store, StoredObject
 from server.generation.bodies import Scoped
 from server.http.body import Text, example
 
@@ -40,7 +40,7 @@ class ChunkedKv(Scoped):
 
 
 @dataclass(kw_only=True)
-class StoredDocument(Stored):
+class StoredDocument(StoredObject):
     """A document of an account.
 
     Attributes:

@@ -16,14 +16,14 @@ from server.features.parts import Stores
 from server.http.body import Body, OneOrLists, OneOrMany, Text
 
 
-class Segment(Body):
+class PromptPart(Body):
     """A part of a prompt: a text, or a document."""
 
     text: Text | None = None
     document: GivenDocument | None = None
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Segment:
+    def _one_of_both(self) -> PromptPart:
         if (self.text is None) == (self.document is None):
             raise ValueError("a segment is either a text or a document")
         return self
@@ -34,7 +34,7 @@ class Segment(Body):
         return len(self.text or "") + (self.document.num_characters if self.document else 0)
 
 
-SegmentPrompts = OneOrLists[Annotated[list[Segment], Field(max_length=MAX_SEGMENTS)]]
+SegmentPrompts = OneOrLists[Annotated[list[PromptPart], Field(max_length=MAX_SEGMENTS)]]
 
 
 class ChunkPrompts(Body):
@@ -65,6 +65,6 @@ class ChunkPrompts(Body):
         return None
 
 
-def _compile(segments: list[Segment], account: str, stores: Stores) -> Segments:
+def _compile(segments: list[PromptPart], account: str, stores: Stores) -> Segments:
     """A prompt; thread-safe. Raises NotFound for unknown documents."""
     return Segments([one.document.found(account, stores) if one.document else one.text or "" for one in segments])

@@ -16,7 +16,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from server.auth.keys import Tenant
 from server.errors import Conflict, Forbidden
-from server.features.chunks.store import Store, Stored
+from server.features.chunks.store import Store, StoredObject
 from server.generation.bodies import Scoped
 from server.generation.service import GenerationService
 from server.http.body import Body
@@ -31,13 +31,13 @@ class Precompute(Body, Scoped, ABC):
     ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the object expires; null: never")
 
     @abstractmethod
-    def read(self, tokenizer: Tokenizer, context_length: int) -> Stored:
+    def read(self, tokenizer: Tokenizer, context_length: int) -> StoredObject:
         """Make the object, without storing it. Raises InvalidRequest."""
 
 
 async def add_object(
     body: Precompute, store: Store[Any], request: Request, service: GenerationService, tenant: Tenant
-) -> Stored:
+) -> StoredObject:
     """Store an object and, if the request asks, compute and pin its KV. Pins expire with the object.
 
     Raises:
@@ -82,7 +82,12 @@ async def _encode(encoding: Submission, request: Request, service: GenerationSer
 
 
 async def _pin(
-    encoded: Encoded, stored: Stored, store: Store[Any], ttl_s: float | None, request: Request, engine: AsyncEngine
+    encoded: Encoded,
+    stored: StoredObject,
+    store: Store[Any],
+    ttl_s: float | None,
+    request: Request,
+    engine: AsyncEngine,
 ) -> None:
     pins = await while_there(request, engine.pin_entries(encoded, stored.id, ttl_s))
     before, stored.pins = stored.pins, pins
@@ -99,7 +104,7 @@ async def unpin(pins: Iterable[str], engine: AsyncEngine) -> None:
         await engine.call(RemovePin(pin))
 
 
-async def live_pins(several: Sequence[Stored], engine: AsyncEngine) -> set[str]:
+async def live_pins(several: Sequence[StoredObject], engine: AsyncEngine) -> set[str]:
     """The ids of all existing pins, because an object's pins may have ended; empty if no object ever had pins."""
     if not any(stored.pins for stored in several):
         return set()

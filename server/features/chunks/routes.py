@@ -10,7 +10,7 @@ from fastapi import Body, Path, Query, Request, Response
 from runtime.frontend.async_engine import AsyncEngine
 from server.auth.keys import CurrentTenant, EveryKey, Tenant
 from server.features.chunks.precompute import Precompute, add_object, live_pins, unpin
-from server.features.chunks.store import Store, Stored
+from server.features.chunks.store import Store, StoredObject
 from server.generation.bodies import Scoped
 from server.generation.service import Service
 from server.http.answers import JsonAnswer, JsonList
@@ -71,7 +71,7 @@ def object_router(kind: type[Store[Any]], body_type: type[Precompute], query_typ
 
 
 async def _show(
-    stored: Stored, kv: Scoped, store: Store[Any], request: Request, engine: AsyncEngine, tenant: Tenant
+    stored: StoredObject, kv: Scoped, store: Store[Any], request: Request, engine: AsyncEngine, tenant: Tenant
 ) -> Response:
     namespace, live = tenant.namespace(kv.cache_salt, kv.cache_scope), await live_pins([stored], engine)
     make = engine.in_turn(tenant.account, 4 * stored.num_tokens, partial(stored.encoding, kv))

@@ -16,7 +16,7 @@ from runtime.frontend.output import PartedPrompt
 from runtime.models.tokenizer import Tokenizer
 from server.features.chunks.precompute import Precompute
 from server.features.chunks.routes import object_router
-from server.features.chunks.store import Store, Stored
+from server.features.chunks.store import Store, StoredObject
 from server.generation.bodies import Scoped
 from server.http.answers import JsonList
 from server.http.body import Text, example
@@ -32,7 +32,7 @@ Paths = Annotated[list[Text], Field(max_length=1024)]
 
 
 @dataclass(kw_only=True)
-class StoredSchema(Stored):
+class StoredSchema(StoredObject):
     """A stored schema; `modules`: its layout for answers."""
 
     schema: Schema

@@ -11,7 +11,7 @@ from server.errors import Conflict, NotFound
 
 
 @dataclass(kw_only=True)
-class Stored(ABC):
+class StoredObject(ABC):
     """A stored object, whose KV can be computed before a prompt reads it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Stored(ABC):
         """Further fields of an answer about one object; `cached`: cached tokens by entry of its encoding."""
 
 
-S = TypeVar("S", bound=Stored)
+S = TypeVar("S", bound=StoredObject)
 
 
 class Store(Generic[S]):

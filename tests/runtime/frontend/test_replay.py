@@ -12,7 +12,7 @@ from runtime.config import SchedulerConfig
 from runtime.frontend.input_processor import InputProcessor
 from runtime.frontend.output import Encoded, MarkedText, Submission
 from runtime.frontend.output_processor import OutputProcessor
-from runtime.frontend.replay import _TRIED, MOST_OF_ACCOUNT, NOTHING, Replay, Said
+from runtime.frontend.replay import _TRIED, MOST_OF_ACCOUNT, NOTHING, EarlierAnswer, Replay
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest, Admission, Finish, TokenEvent
@@ -81,7 +81,9 @@ def test_a_prompt_differs_within_replayed_answers_alone(tokenizers, kind, answer
         if answer is not None:
             said = sampled(tokenizer, answer, draw) + (end if draw.random() < 0.8 else [])
             spans.append((len(text), len(text) + len(answer)))
-            inputs.replay.add("a", SPACE, Said(text, array("i", tokens), submission.said.ends, 0, array("i", said)))
+            inputs.replay.add(
+                "a", SPACE, EarlierAnswer(text, array("i", tokens), submission.said.ends, 0, array("i", said))
+            )
             turns += [
                 {"role": "assistant", "content": answer},
                 {"role": "user", "content": draw.choice(["More.", "é"])},
@@ -125,7 +127,7 @@ def test_memory_is_bounded_and_no_account_s_answers_are_another_s(tokenizers):
     ids = array("i", tokenizers["chatml"].encode("x<|im_end|>", False))
     for i in range(20):
         prompt = f"{i:02}" * (MOST_OF_ACCOUNT // 20)
-        replay.add("a", SPACE, Said(prompt, array("i", [1]), array("i", [len(prompt)]), 0, ids))
+        replay.add("a", SPACE, EarlierAnswer(prompt, array("i", [1]), array("i", [len(prompt)]), 0, ids))
     assert sum(said.size for _, said in replay._said.items("a")) <= MOST_OF_ACCOUNT
     again = prompt + "x<|im_end|> y"
     assert replay.find("a", SPACE, again).sampled == len(ids)
@@ -139,11 +141,11 @@ def test_long_answers_count_and_equal_ones_count_once(tokenizers):
     replay = Replay(tokenizers["chatml"])
     answer = array("i", [7] * 10_000)
     for i in range(2000):
-        replay.add("a", SPACE, Said(f"{i}", array("i", [1]), array("i", [1]), 0, answer))
+        replay.add("a", SPACE, EarlierAnswer(f"{i}", array("i", [1]), array("i", [1]), 0, answer))
     assert sum(len(said.answer) * 4 for _, said in replay._said.items("a")) < MOST_OF_ACCOUNT
     replay.erase("a")
     for _ in range(20):
-        replay.add("a", SPACE, Said("x", array("i", [1]), array("i", [1]), 0, answer))
+        replay.add("a", SPACE, EarlierAnswer("x", array("i", [1]), array("i", [1]), 0, answer))
     assert len(replay._said.items("a")) == 1
 
 
@@ -154,7 +156,7 @@ def test_answers_that_cannot_be_replayed_take_bounded_time(tokenizers):
     text = tokenizer.decode(words * 300, skip_special_tokens=False)
     for i in range(300):
         prompt = text[: i * len(text) // 300]
-        replay.add("a", SPACE, Said(prompt, array("i", [1]), array("i", [1]), 0, array("i", words)))
+        replay.add("a", SPACE, EarlierAnswer(prompt, array("i", [1]), array("i", [1]), 0, array("i", words)))
     decode, tokenizer.token_text = tokenizer.token_text, lambda token: read.append(token) or decode(token)
     try:
         assert replay.find("a", SPACE, text) == NOTHING

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from runtime.frontend.output import Output
 from runtime.protocol import Finish
-from server.anthropic.content import Piece, pieces_of
+from server.anthropic.content import ContentPiece, pieces_of
 from server.anthropic.messages import MessageWriter
 from server.errors import Conflict
 from server.openai.dialects.parameters import Parameters
-from server.openai.reader import AnswerReader, CallReader, Said
+from server.openai.reader import AnswerParts, AnswerReader, CallReader
 
 CALL = '<tool_call>\n{"name": "plant", "arguments": {"n": 2}}\n</tool_call>'
 ANSWERS = {
@@ -86,11 +86,11 @@ def test_the_input_of_a_call_is_an_object(arguments, given):
 
 @pytest.mark.parametrize("begun", ["{'q': 1", '{"q": NaN', "x"])
 def test_the_beginning_of_a_call_that_is_no_json(begun):
-    (piece,) = pieces_of(Said("", "", [{"function": {"name": "plant", "arguments": begun}}]), cut=True)
+    (piece,) = pieces_of(AnswerParts("", "", [{"function": {"name": "plant", "arguments": begun}}]), cut=True)
     assert piece.block()["input"] == {"arguments": begun}
 
 
-TEXT, CALLED = Piece("text", "x"), Piece("tool_use", "{}", "toolu_1", "f")
+TEXT, CALLED = ContentPiece("text", "x"), ContentPiece("tool_use", "{}", "toolu_1", "f")
 # How a text ended, its blocks, tokens of prompt and answer (of 100 that fit), and what the client is told.
 ENDS = [
     (Finish("stop"), [TEXT], 50, ("end_turn", None)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.anthropic.content import Piece
+from server.anthropic.content import ContentPiece
 from server.anthropic.threads import continued, keep
 from server.anthropic.types import MessagesRequest
 from server.errors import NotFound
@@ -44,7 +44,10 @@ ENGINE: Any = SimpleNamespace(in_turn=lambda account, size, work: _at_once(work)
 
 @pytest.fixture
 def threads() -> ResponseStore:
-    store, pieces = ResponseStore(), [Piece("thinking", "H"), Piece("thinking", "m."), Piece("text", "A.")]
+    store, pieces = (
+        ResponseStore(),
+        [ContentPiece("thinking", "H"), ContentPiece("thinking", "m."), ContentPiece("text", "A.")],
+    )
     asyncio.run(keep(MessagesRequest.model_validate(FIRST), pieces, "msg_1", store, "alice", _at_once))
     return store
 

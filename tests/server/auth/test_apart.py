@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from radix import Namespace
-from runtime.features.drafts.lookup import Recent
-from runtime.frontend.replay import Replay, Said
+from runtime.features.drafts.lookup import RecentOutputs
+from runtime.frontend.replay import EarlierAnswer, Replay
 
 KEYS = {"alice": "alice-secret-key", "boss": "boss-secret-key"}
 SPACES = [("alice", "a"), ("alice", "b"), ("alice", None), ("boss", "a")]
@@ -45,14 +45,14 @@ def test_a_chat_s_next_turn_finds_nothing_of_another_s(guarded, asker):
 
 def of_replay(tokenizer):
     replay, answer = Replay(tokenizer), array("i", tokenizer.encode("An oak.<|im_end|>", add_special_tokens=False))
-    said = Said("Name a tree.", array("i", [1]), array("i", [12]), 0, answer)
+    said = EarlierAnswer("Name a tree.", array("i", [1]), array("i", [12]), 0, answer)
     return lambda space: replay.add("one", space, said), lambda space: bool(
         replay.find("one", space, "Name a tree.An oak.<|im_end|>").sampled
     )
 
 
 def of_drafts(tokenizer):
-    recent = Recent()
+    recent = RecentOutputs()
     put = lambda space: recent.add(space, array("i", [1, 2, 3, 4]))  # noqa: E731
     return put, lambda space: bool(recent.find(space, array("i", [1, 2, 3]), 1)[0])
 

@@ -3,7 +3,7 @@
 import pytest
 
 from runtime.models.tokenizer import Tokenizer
-from server.explain.conversation import Conversation, Section, section_at
+from server.explain.conversation import Conversation, PromptSection, section_at
 from server.openai.tools import Tool, render_chat
 
 # As Qwen's: tools behind the system message, calls behind a content.
@@ -56,7 +56,7 @@ def conversation(tokenizer, template, turns, tools=()) -> tuple[Conversation, st
     return made, made.render(made.turns, made.tools)
 
 
-def named(parts: list[Section], text: str, found: str, more: int = 0) -> tuple[str, int | None]:
+def named(parts: list[PromptSection], text: str, found: str, more: int = 0) -> tuple[str, int | None]:
     """Kind and index of the part in which a text, so many characters on, lies."""
     assert text.count(found) == 1
     part = section_at(parts, text.index(found) + more)
@@ -107,7 +107,7 @@ def test_a_template_that_cannot_be_followed_has_no_parts(tokenizer, template):
     own = Tokenizer(tokenizer._fast, {}, template)
     made = Conversation(lambda turns, tools: render_chat(own, turns, tools), TALK[:3], [], tool("example"))
     assert made.sections("whatever it made") == []
-    assert section_at([], 7) == Section("prompt")
+    assert section_at([], 7) == PromptSection("prompt")
     assert not made.describes_tools("You may call these functions")
 
 
@@ -132,5 +132,10 @@ def test_tools_of_another_prompt_are_recognised(tokenizer, template, turns):
 
 
 def test_parts_have_names():
-    names = [str(Section(kind)) for kind in ("tools", "system", "prompt")]
-    assert [*names, str(Section("message", index=0))] == ["the tools", "the system prompt", "the prompt", "message 1"]
+    names = [str(PromptSection(kind)) for kind in ("tools", "system", "prompt")]
+    assert [*names, str(PromptSection("message", index=0))] == [
+        "the tools",
+        "the system prompt",
+        "the prompt",
+        "message 1",
+    ]

@@ -13,7 +13,7 @@ from runtime.protocol import Lookup
 from server.auth.keys import PUBLIC
 from server.explain.answers import Answers
 from server.explain.compare import compare, find_parting
-from server.explain.conversation import Section
+from server.explain.conversation import PromptSection
 from server.explain.reason import DIFFER, LEFT, Explanation, Reason
 from server.explain.report import MissReport
 
@@ -63,7 +63,7 @@ def test_the_same_text_in_other_tokens_has_two_empty_sides(tokenizer):
 
 def test_the_place_is_that_of_the_first_other_character(tokenizer):
     parting = compare(tokenizer, ids(tokenizer, "At noon on"), ids(tokenizer, "At noontide"), None)
-    assert (parting.before, parting.offset, parting.part) == ("At noon", 7, Section("prompt"))
+    assert (parting.before, parting.offset, parting.part) == ("At noon", 7, PromptSection("prompt"))
     assert (parting.here, parting.there) == (" on", "tide")
     hidden = find_parting(tokenizer, ids(tokenizer, "At noon on"), 1, None, None)
     assert (hidden.before, hidden.here, hidden.there) == ("At", " noon on", None)

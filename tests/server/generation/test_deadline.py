@@ -7,7 +7,7 @@ import pytest
 
 from runtime.errors import DeadlineExceeded
 from runtime.frontend.output import Submission
-from server.anthropic.content import Piece
+from server.anthropic.content import ContentPiece
 from server.anthropic.threads import continued, keep
 from server.anthropic.types import MessagesRequest
 from server.auth.keys import Tenant
@@ -44,7 +44,7 @@ def test_threads_are_read_and_written_in_turn(engine, slow):  # noqa: F811
     said, threads = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}, ResponseStore()
     start = MessagesRequest(**said, thread={"type": "create"})
     more = MessagesRequest(**said, thread={"type": "continue", "previous_message_id": "msg_1"})
-    to_keep = start, [Piece("text", "y")], "msg_1", threads, "a"
+    to_keep = start, [ContentPiece("text", "y")], "msg_1", threads, "a"
 
     async def main() -> None:
         await keep(*to_keep, lambda work: engine.in_turn("a", 0, work))

@@ -17,7 +17,7 @@ from server.openai.dialects.json_objects import WHOLE
 from server.openai.dialects.parameters import Parameters
 from server.openai.dialects.tagged import TAGGED
 from server.openai.harmony import HarmonyReader
-from server.openai.reader import AnswerReader, CallReader, Said
+from server.openai.reader import AnswerParts, AnswerReader, CallReader
 from server.openai.types import ChatRequest
 
 TEXT, NULLABLE = {"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -344,7 +344,7 @@ def test_a_prompt_with_documents_may_begin_the_reasoning_too(tokenizer):
     own = Tokenizer(tokenizer._fast, {}, "{{ messages[0].content }}<think>\n")
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]})
     reader = reader_of(body, own, Encoded(Segments(["x", Document("A tree."), "y"])))
-    assert reader.push("Hm.</think>An oak.", True) == Said("Hm.", "An oak.", [])
+    assert reader.push("Hm.</think>An oak.", True) == AnswerParts("Hm.", "An oak.", [])
 
 
 def test_llamas_templates_get_one_call_of_each_answer():
@@ -366,4 +366,6 @@ def test_reasoning_of_gpt_oss_may_stay_in_the_text():
 
 def test_without_tools_calls_are_text_and_reasoning_is_not():
     text = "<think>Hm.</think><tool_call><function=find></function></tool_call>"
-    assert AnswerReader(CallReader({}, dialect=dialect("<function="))).push(text, True) == Said("Hm.", text[18:], [])
+    assert AnswerReader(CallReader({}, dialect=dialect("<function="))).push(text, True) == AnswerParts(
+        "Hm.", text[18:], []
+    )

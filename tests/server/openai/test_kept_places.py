@@ -3,7 +3,7 @@
 import pytest
 
 from runtime.frontend.output import MarkedText
-from server.openai.caching import Breakpoint, CacheOptions, keep_places
+from server.openai.caching import CacheOptions, ExplicitBreakpoint, keep_places
 
 FOREVER, MINUTES, HALF_DAY = 86_400.0, 1800.0, 43_200.0
 # Options and retention of a request, and what is kept of "ab" with a breakpoint of 12 hours behind a and one without a
@@ -23,7 +23,7 @@ KEPT = [
 
 @pytest.mark.parametrize(("options", "retention", "kept"), KEPT)
 def test_what_is_kept_for_which_time(options, retention, kept):
-    points = [Breakpoint(mode="explicit", ttl="12h"), Breakpoint(mode="explicit")]
+    points = [ExplicitBreakpoint(mode="explicit", ttl="12h"), ExplicitBreakpoint(mode="explicit")]
     given = None if options is None else CacheOptions(**options)
     assert keep_places(lambda mark: f"a{mark(points[0])}b{mark(points[1])}", given, retention) == MarkedText("ab", kept)
     # Without breakpoints, an option or a retention asks for the end of the prompt, and nothing for nothing.
@@ -33,7 +33,7 @@ def test_what_is_kept_for_which_time(options, retention, kept):
 
 
 def test_the_last_breakpoints_are_kept_where_there_are_too_many():
-    points = [Breakpoint(mode="explicit") for _ in range(6)]
+    points = [ExplicitBreakpoint(mode="explicit") for _ in range(6)]
     for options, wanted in ((None, [4, 5, 6, 6]), (CacheOptions(mode="explicit"), [3, 4, 5, 6])):
         found = keep_places(lambda mark: "".join(f"a{mark(point)}" for point in points), options, None)
         assert [place for place, _ in found.breakpoints] == wanted

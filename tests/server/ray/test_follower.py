@@ -7,7 +7,7 @@ from radix import Namespace, Removed, Stored
 from runtime.config import CacheConfig
 from runtime.features.kv_events import replays
 from runtime.features.kv_events.publisher import EventPublisher
-from server.ray.follower import Follower
+from server.ray.follower import ReplicaFollower
 from server.ray.prefixes import PrefixIndex
 
 EVERYBODY = Namespace()
@@ -30,8 +30,8 @@ class Fleet:
         config = CacheConfig(kv_events=f"{events},{replay}", page_size=2, kv_events_of="hashes")
         self.publisher = EventPublisher(config)
 
-    def follow(self) -> Follower[str]:
-        return Follower(self.index, "a", *self.endpoints)
+    def follow(self) -> ReplicaFollower[str]:
+        return ReplicaFollower(self.index, "a", *self.endpoints)
 
     async def until(self, blocks: set[int]) -> None:
         """Wait until the index has exactly these."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from radix import Namespace, RadixTree
 from runtime.features.drafts import lookup
-from runtime.features.drafts.lookup import LEAST, Places, Recent, continuation
+from runtime.features.drafts.lookup import LEAST, Places, RecentOutputs, continuation
 
 few = st.integers(0, 2)
 
@@ -68,7 +68,7 @@ def test_the_tree_continues_a_key_with_what_some_sequence_has(page_size, sequenc
 
 
 def test_other_namespaces_are_not_read():
-    tree, recent = RadixTree(1), Recent()
+    tree, recent = RadixTree(1), RecentOutputs()
     key, ours, theirs = array("i", [1, 2, 3]), Namespace("t", "1"), Namespace("t", "2")
     tree.insert(array("i", [1, 2, 3, 4]).tobytes(), array("i", range(4)), theirs)
     recent.add(theirs, array("i", [1, 2, 3, 4]))
@@ -81,7 +81,7 @@ def test_other_namespaces_are_not_read():
 def test_recent_outputs_are_forgotten_when_newer_ones_have_come(monkeypatch):
     monkeypatch.setattr(lookup, "_REMEMBERED", 8)
     monkeypatch.setattr(lookup, "_NAMESPACES", 2)
-    recent, spaces = Recent(), [Namespace(str(i)) for i in range(3)]
+    recent, spaces = RecentOutputs(), [Namespace(str(i)) for i in range(3)]
     texts = [array("i", range(10 * i, 10 * i + 8)) for i in range(4)]
     for i, text in enumerate(texts):
         recent.add(spaces[0], text)

@@ -2,8 +2,15 @@
 
 import pytest
 
+from runtime.features.images.tower import Tower
 from tests.runtime.features.images.prompts import asked_of
 from tests.runtime.features.images.seeing import Reference, save_seeing, sight_of
+
+
+@pytest.fixture(autouse=True)
+def _towers_are_in_this_process(monkeypatch):
+    """Each process of a tower would take seconds to import what it needs; `test_tower_process.py` has some."""
+    monkeypatch.setattr("runtime.features.images.tower_process.open_tower", lambda *which: Tower(*which[:-1]))
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,8 @@
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from runtime.features.images.ask import ImagesAsk
 from runtime.features.images.client import Images
-from runtime.features.images.rules import load_rules
-from runtime.features.images.tower import Tower
-from runtime.features.images.tower_process import TowerProcess, open_tower
 from runtime.frontend.pictures import Sight
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.features.images.seeing import Reference, file_of, picture, sight_of
@@ -37,26 +32,18 @@ Encoded = tuple[list[int], ImagesAsk | None]
 
 
 class Asked(NamedTuple):
-    """Prompts for the model in a directory, and transformers' answers, which differ.
-
-    Attributes:
-        tower: that of the engines, which would else end with each of them.
-    """
+    """Prompts for the model in a directory, and transformers' answers, which differ."""
 
     path: Path
     prompts: list[Encoded]
     expected: list[list[int]]
-    tower: Tower | TowerProcess
 
 
 def asked_of(path: Path, plain: Reference, prompts: list[tuple] = PROMPTS) -> Asked:
     sight = sight_of(path)
     expected = [plain.greedy(text, images, NEW) for text, images in prompts]
     assert len({*map(tuple, expected)}) == len(expected), "the model sees which image it is, and where"
-    rules = load_rules(path)
-    assert rules is not None
-    tower = open_tower(path, rules, torch.float32, torch.device("cpu"), False, None)
-    return Asked(path, [encode(sight, plain, *prompt) for prompt in prompts], expected, tower)
+    return Asked(path, [encode(sight, plain, *prompt) for prompt in prompts], expected)
 
 
 def encode(sight: Sight, plain: Reference, text: str, images: list) -> Encoded:

@@ -15,7 +15,7 @@ import torch
 from runtime.engine.core import EngineCore
 from runtime.fair_threads import Piece
 from runtime.features.images.ask import ImagesAsk, TileRun
-from runtime.features.images.decoder import Order, decode
+from runtime.features.images.decoder import DecodeOrder, decode
 from runtime.features.images.part import ImagesPart
 from runtime.features.images.rules import Rules, load_rules, tokens_of
 from runtime.features.images.tower import values_of
@@ -52,7 +52,7 @@ def _tiles(rules: Rules) -> list[Tile]:
     found = []
     for seed in range(_PICTURES):
         file = file_of(picture(seed, 64, 64))
-        named, seen = decode(Order(rules, file)), decode(Order(rules, file, pixels=True))
+        named, seen = decode(DecodeOrder(rules, file)), decode(DecodeOrder(rules, file, pixels=True))
         for i, size in enumerate(seen.sizes):
             rows = tokens_of(named.digests[i], rules.rows(*size))
             found.append(Tile(file, i, rows, values_of(seen.tiles[i], size, rules)))

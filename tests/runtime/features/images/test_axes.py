@@ -25,7 +25,7 @@ def model(request, default_model_dir, tmp_path_factory):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_cold_warm_and_in_a_batch(model, options):
-    path, prompts, expected, _ = model
+    path, prompts, expected = model
     driver = Driver(make_core(path, **options))
     for _ in range(2):
         assert answers(driver, prompts) == expected
@@ -34,7 +34,7 @@ def test_cold_warm_and_in_a_batch(model, options):
 
 
 def test_a_prefix_that_ends_within_an_image(model):
-    path, prompts, expected, _ = model
+    path, prompts, expected = model
     driver = Driver(make_core(path, page_size=1))
     cache, run = driver.core.cache, prompts[1][1].runs[0]
     for place in (run.start + 1, run.start + run.width + 2, run.stop - 1, run.stop, run.stop + 1):

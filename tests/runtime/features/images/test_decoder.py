@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from runtime.errors import InvalidRequest
 from runtime.features.images import decoding
-from runtime.features.images.decoder import MOST_PIXELS, Decoded, Order, decode
+from runtime.features.images.decoder import MOST_PIXELS, Decoded, DecodeOrder, decode
 from runtime.features.images.families.gemma3 import WholeRules
 from runtime.features.images.families.idefics3 import SquareRules
 from runtime.features.images.families.llava_onevision import CropRules
@@ -53,7 +53,7 @@ def test_pixels_of_tiles_are_those_of_the_processor(size, splits):
     image = picture(5, *size)
     given = processor(do_image_splitting=splits)(image, return_tensors="np", return_row_col_info=True)
     rules = msgspec.structs.replace(RULES, splits=splits)
-    found = decode(Order(rules, file_of(image), pixels=True))
+    found = decode(DecodeOrder(rules, file_of(image), pixels=True))
     assert (found.width, found.height) == size
     assert np.array_equal(values(found, rules), given["pixel_values"][0])
     assert len(found.tiles) == given["rows"][0][0] * given["cols"][0][0] + 1
@@ -86,7 +86,7 @@ def test_pixels_of_crops_are_those_of_the_processor(size):
     image, grids = picture(5, *size), [[height, width] for width, height in CROPS.grids]
     own = {"size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     given = LlavaOnevisionImageProcessorPil(image_grid_pinpoints=grids, **own)(image, return_tensors="np")
-    found = decode(Order(CROPS, file_of(image), pixels=True))
+    found = decode(DecodeOrder(CROPS, file_of(image), pixels=True))
     whole, (grid,) = (values_of(tile, one, CROPS) for tile, one in zip(found.tiles, found.sizes, strict=True))
     crops = grid.reshape(3, -1, 16, grid.shape[2] // 16, 16).transpose(1, 3, 0, 2, 4).reshape(-1, 3, 16, 16)
     assert np.array_equal(np.concatenate((whole, crops)), given["pixel_values"][0])
@@ -101,7 +101,7 @@ def test_pixels_of_images_in_lines_are_those_of_the_processor(size):
     image = picture(5, *size)
     own = {"patch_size": {"height": 8, "width": 8}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     given = PixtralImageProcessorPil(size={"longest_edge": 48}, **own)(image, return_tensors="np")
-    found = decode(Order(LINES, file_of(image), pixels=True))
+    found = decode(DecodeOrder(LINES, file_of(image), pixels=True))
     assert np.array_equal(values(found, LINES), given["pixel_values"])
     height, width = (int(one) // 8 for one in given["image_sizes"][0])
     assert LINES.text(*size) == "[IMG_BREAK]".join(["[IMG]" * width] * height) + "[IMG_END]"
@@ -111,7 +111,7 @@ def test_pixels_of_images_in_lines_are_those_of_the_processor(size):
 def test_pixels_of_whole_images_are_those_of_the_processor(size):
     image = picture(5, *size)
     given = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})(image, return_tensors="np")
-    found = decode(Order(WHOLE, file_of(image), pixels=True))
+    found = decode(DecodeOrder(WHOLE, file_of(image), pixels=True))
     assert np.array_equal(values(found, WHOLE), given["pixel_values"])
     assert WHOLE.text(*size) == f"\n\n<start_of_image>{'<image_soft_token>' * 16}<end_of_image>\n\n"
 
@@ -123,7 +123,7 @@ def test_patches_of_images_in_a_grid_are_those_of_the_processor(size):
     image = picture(5, *size)
     own = {"patch_size": 4, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     given = Qwen2VLImageProcessorPil(min_pixels=256, max_pixels=56 * 48, **own)(image, return_tensors="np")
-    found = decode(Order(GRID, file_of(image), pixels=True))
+    found = decode(DecodeOrder(GRID, file_of(image), pixels=True))
     patches = patches_of(torch.from_numpy(values(found, GRID))[0], 4, 2, 2)
     assert np.array_equal(patches.numpy(), given["pixel_values"])
     _, height, width = (int(one) for one in given["image_grid_thw"][0])
@@ -136,19 +136,19 @@ def test_other_modes_of_pixels(mode):
     image = picture(6, 60, 50).convert(mode)
     data = file_of(image, "JPEG" if mode == "CMYK" else "PNG")
     wanted = processor()(Image.open(io.BytesIO(data)), return_tensors="np")["pixel_values"][0]
-    assert np.array_equal(values(decode(Order(RULES, data, pixels=True)), RULES), wanted)
+    assert np.array_equal(values(decode(DecodeOrder(RULES, data, pixels=True)), RULES), wanted)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF"])
 def test_formats(kind):
-    assert len(decode(Order(RULES, file_of(picture(7, 60, 50), kind))).digests) == 5
+    assert len(decode(DecodeOrder(RULES, file_of(picture(7, 60, 50), kind))).digests) == 5
 
 
 def test_a_tile_is_named_by_its_pixels_alone():
     image = picture(8, 64, 64)
-    first = decode(Order(RULES, file_of(image))).digests
+    first = decode(DecodeOrder(RULES, file_of(image))).digests
     image.putpixel((63, 63), (1, 2, 3))
-    second = decode(Order(RULES, file_of(image))).digests
+    second = decode(DecodeOrder(RULES, file_of(image))).digests
     assert first[:3] == second[:3], "tiles that are the same are the same in a prompt, up to the first that is not"
     assert first[3] != second[3]
     assert first[4] != second[4]
@@ -172,14 +172,14 @@ def test_a_tile_is_named_by_its_pixels_alone():
 )
 def test_what_cannot_be_decoded(data, reason):
     with pytest.raises(InvalidRequest, match=reason):
-        decode(Order(RULES, data))
+        decode(DecodeOrder(RULES, data))
 
 
 def test_too_little_time_is_an_error(monkeypatch):
     processes = decoding.DecodingProcesses()
     monkeypatch.setattr(decoding, "DECODE_S", 0.0)
     with pytest.raises(InvalidRequest, match="longer than"):
-        processes.decode(Order(RULES, file_of(picture(1, 2000, 2000))))
+        processes.decode(DecodeOrder(RULES, file_of(picture(1, 2000, 2000))))
     processes.close()
 
 
@@ -189,5 +189,5 @@ def test_a_process_that_computes_too_long_is_ended():
     processes = decoding.DecodingProcesses()
     processes._command[2:] = ["-c", program]
     with pytest.raises(InvalidRequest, match="longer than"):
-        processes.decode(Order(RULES, file_of(picture(1, 5000, 5000))))
+        processes.decode(DecodeOrder(RULES, file_of(picture(1, 5000, 5000))))
     processes.close()

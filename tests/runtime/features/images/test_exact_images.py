@@ -63,7 +63,7 @@ def test_smolvlm(default_model_dir, tmp_path, encoded):
 @pytest.mark.parametrize("options", [{}, {"chunk_tokens": 7, "page_size": 1, "pool_tokens": 144}])
 def test_images_of_any_size(sized, options):
     """Mistral 3 has other tokens between the rows of an image."""
-    (path, prompts, expected, _), count = sized
+    (path, prompts, expected), count = sized
     driver = Driver(make_core(path, **options))
     assert answers(driver, prompts) == expected
     assert tiles(driver) == 3 * count
@@ -77,7 +77,7 @@ def test_prompts_that_end_with_an_image(default_model_dir, tmp_path):
     """Their last row, of an image, is computed alone; later rows are of text."""
     path = save_seeing(tmp_path / "llava", default_model_dir, "llava_onevision")
     ends = [(f"{text}<image>", [B]) for text in ("a b c ", "one two three four five ", "a ")]
-    _, prompts, expected, _ = asked_of(path, CropsReference(path), ends)
+    _, prompts, expected = asked_of(path, CropsReference(path), ends)
     driver = Driver(make_core(path))
     assert answers(driver, prompts * 2) == expected * 2
     assert answers_of_a_batch(Driver(make_core(path, chunk_tokens=len(prompts[0][0]) - 1)), prompts) == expected

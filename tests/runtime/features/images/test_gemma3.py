@@ -29,7 +29,7 @@ def evict(driver: Driver, kept: int = 0) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_gemma3(gemma3, options):
     """Rows of an image see each other, so a step computes all of them, in layers with a window, too."""
-    path, prompts, expected, _ = gemma3
+    path, prompts, expected = gemma3
     driver = Driver(make_core(path, **options))
     for _ in range(2):
         assert answers(driver, prompts) == expected
@@ -41,7 +41,7 @@ def test_gemma3(gemma3, options):
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_match_ends_before_rows_that_see_each_other(gemma3, tmp_path, has_disk, page_size):
     """The tree has lost what comes behind a place within an image, or at one of its ends."""
-    path, prompts, expected, _ = gemma3
+    path, prompts, expected = gemma3
     _, asked = prompts[1]
     start, stop = asked.runs[1].start, asked.runs[1].stop
     options = {"disk_cache": str(tmp_path / "kv")} if has_disk else {}
@@ -60,7 +60,7 @@ def test_a_match_ends_before_rows_that_see_each_other(gemma3, tmp_path, has_disk
 @pytest.mark.parametrize("options", [{"chunk_tokens": 9, "page_size": 1}, {"chunk_tokens": 9, "page_size": 4}, {}])
 def test_equal_images_at_the_same_time(gemma3, options):
     """Who waits for rows that another request computes waits for all that see each other."""
-    path, prompts, expected, _ = gemma3
+    path, prompts, expected = gemma3
     driver = Driver(make_core(path, **options))
     for i in (1, 1, 0, 2, 1):
         send(driver, f"{len(driver.tokens)}", prompts[i])
@@ -75,7 +75,7 @@ def test_gemma3_evicted_and_retracted(gemma3):
 
 
 def test_a_step_that_fails_for_memory_does_not_cut_an_image(gemma3):
-    path, prompts, expected, _ = gemma3
+    path, prompts, expected = gemma3
     driver = Driver(make_core(path))
     assert answers(driver, prompts[1:2]) == expected[1:2]
     evict(driver)  # but not the states

@@ -34,26 +34,22 @@ def test_it_computes_what_the_tower_does(seeing_dir, process):
         torch.testing.assert_close(process.states(tile(seed), (32, 32)), plain.states(tile(seed), (32, 32)))
 
 
-def test_states_are_kept_in_the_type_of_the_model(seeing_dir):
+def test_states_are_kept_in_the_type_of_the_model_until_the_last_engine_that_has_it_ends(seeing_dir):
     rules = load_rules(seeing_dir)
     plain = Tower(seeing_dir, rules, torch.bfloat16, CPU, False).states(tile(1), (32, 32))
     process = open_tower(seeing_dir, rules, torch.bfloat16, CPU, False, None)
     kept = process.states(tile(1), (32, 32))
     assert (kept.dtype, kept.nbytes) == (torch.bfloat16, 2 * 16 * 48)
     torch.testing.assert_close(kept, plain)
+    assert isinstance(process, TowerProcess)
+    (child,) = process._pool._all
+    del process
+    gc.collect()
+    assert child.wait(10) == -signal.SIGKILL
 
 
 def test_all_engines_of_a_process_share_it(seeing_dir, process):
     assert open_tower(seeing_dir, load_rules(seeing_dir), torch.float32, CPU, False, None) is process
-
-
-def test_it_ends_with_the_last_engine_that_has_it(seeing_dir):
-    ours = open_tower(seeing_dir, load_rules(seeing_dir), torch.bfloat16, CPU, False, None)
-    assert isinstance(ours, TowerProcess)
-    (child,) = ours._pool._all
-    del ours
-    gc.collect()
-    assert child.wait(10) == -signal.SIGKILL
 
 
 def test_an_error_and_an_end_concern_one_tile(process):

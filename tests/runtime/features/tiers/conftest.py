@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from radix import Namespace
-from runtime.features.tiers.block import Block, Fingerprint, Format
+from runtime.features.tiers.block import Fingerprint, Format, TierBlock
 from runtime.features.tiers.host import HostStore
 
 FORM = Format(Fingerprint("weights", "float32", "KV", 16, "rope").digest())
@@ -15,22 +15,22 @@ FORM = Format(Fingerprint("weights", "float32", "KV", 16, "rope").digest())
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
-def blocks_of(tenant: str, number: int, form: Format = FORM) -> list[Block]:
+def blocks_of(tenant: str, number: int, form: Format = FORM) -> list[TierBlock]:
     """The first blocks of a tenant's sequence, 16 tokens each."""
     return list(form.chain(Namespace(tenant), b"".join(i.to_bytes(4, "little") for i in range(16 * number)), 64))
 
 
-def payload_of(block: Block) -> bytes:
+def payload_of(block: TierBlock) -> bytes:
     """Bytes of its own for every block."""
     return block.key * 64
 
 
-def stored(block: Block, payload: bytes | None = None) -> list:
+def stored(block: TierBlock, payload: bytes | None = None) -> list:
     """The buffers of a stored block."""
     return FORM.encode(block, payload_of(block) if payload is None else payload)
 
 
-def put_block(store, block: Block, payload: bytes | None = None) -> bool:
+def put_block(store, block: TierBlock, payload: bytes | None = None) -> bool:
     return store.put(block.key, stored(block, payload), block.namespace.tenant)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radix import Namespace
-from runtime.features.tiers.block import ROOT, Block, Fingerprint, Format, Head, Mismatch, read_block, read_head
+from runtime.features.tiers.block import ROOT, Fingerprint, Format, Head, Mismatch, TierBlock, read_block, read_head
 
 FINGERPRINT = Fingerprint("weights", "bfloat16", "KV", 16, "theta 1e4", "0/1", "causal")
 FORMAT = Format(FINGERPRINT.digest())
@@ -22,8 +22,8 @@ def tokens(*ids: int) -> bytes:
 
 def block_of(
     namespace: Namespace = Namespace("alice"), ids: bytes = tokens(1, 2, 3, 4), form: Format = FORMAT
-) -> Block:
-    return Block(form.key(ROOT, namespace, ids), namespace, ids)
+) -> TierBlock:
+    return TierBlock(form.key(ROOT, namespace, ids), namespace, ids)
 
 
 BLOCK = block_of()

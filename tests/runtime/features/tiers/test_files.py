@@ -16,7 +16,7 @@ import pytest
 
 from radix import Namespace
 from runtime.errors import ModelError
-from runtime.features.tiers.block import ROOT, Block, Mismatch
+from runtime.features.tiers.block import ROOT, Mismatch, TierBlock
 from runtime.features.tiers.files import FileStore
 from runtime.features.tiers.store import Usage
 from tests.full_disk import little_room
@@ -201,9 +201,9 @@ def test_what_another_process_deletes_takes_no_room(directory):
 def test_a_kill_leaves_nothing_that_is_believed(directory):
     bound, space = 40 * 5000, Namespace("alice")
 
-    def block_of(number: int) -> Block:
+    def block_of(number: int) -> TierBlock:
         ids = number.to_bytes(4, "little") * 16
-        return Block(FORM.key(ROOT, space, ids), space, ids)
+        return TierBlock(FORM.key(ROOT, space, ids), space, ids)
 
     def write(begin: int) -> None:
         store = disk(directory, bound)

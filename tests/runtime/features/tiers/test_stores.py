@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from runtime.features.tiers.block import Block
+from runtime.features.tiers.block import TierBlock
 from runtime.features.tiers.files import FileStore
 from runtime.features.tiers.host import HostStore
 from runtime.features.tiers.store import Usage
@@ -83,7 +83,7 @@ class BoundedStore(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now = 1000.0
-        self.plain: dict[Block, int] = {}
+        self.plain: dict[TierBlock, int] = {}
         self.evicted: list[bytes] = []
         self.open()
 
