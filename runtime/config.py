@@ -308,7 +308,7 @@ class ServerConfig(Section):
         None,
         pattern=rf"^{_IMAGE_HOST}(\s*,\s*{_IMAGE_HOST})*$",
         description="hosts from which images are fetched, separated by commas: HOST (ports 80 and 443), HOST:PORT, or "
-        "an address or network, which may be private; default: images come with requests alone",
+        "an address, ADDRESS:PORT or a network, which may be private; default: images come with requests alone",
     )
     ssl_certfile: str | None = Field(
         None, description="serve HTTPS with this certificate and its private key (PEM): FILE or CERTIFICATE,KEY"

@@ -71,13 +71,15 @@ def test_what_is_transparent_is_white_as_with_the_processor(mode):
     image.save(file, kind, **({"transparency": image.getpixel((0, 0))} if mode == "P" else {}))
     given = processor(do_image_splitting=False)(Image.open(file), return_tensors="np")
     rules = msgspec.structs.replace(RULES, splits=False)
-    assert np.array_equal(values(decode(Order(rules, file.getvalue(), pixels=True)), rules), given["pixel_values"][0])
+    assert np.array_equal(
+        values(decode(DecodeOrder(rules, file.getvalue(), pixels=True)), rules), given["pixel_values"][0]
+    )
 
 
 def test_grey_of_16_bits_keeps_its_upper_8():
     grey = np.arange(32 * 32, dtype=np.uint16).reshape(32, 32) * 64
     upper = (grey >> 8).astype(np.uint8)
-    found, wanted = (decode(Order(RULES, file_of(Image.fromarray(pixels)))) for pixels in (grey, upper))
+    found, wanted = (decode(DecodeOrder(RULES, file_of(Image.fromarray(pixels)))) for pixels in (grey, upper))
     assert found == wanted
 
 
