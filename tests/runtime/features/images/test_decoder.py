@@ -66,9 +66,8 @@ def test_what_is_transparent_is_white_as_with_the_processor(mode):
     image = picture(5, 60, 60).convert(mode)
     if image.has_transparency_data:
         image.putalpha(Image.linear_gradient("L").resize(image.size))
-    kind = "JPEG" if mode == "CMYK" else "PNG"
-    file = io.BytesIO()
-    image.save(file, kind, **({"transparency": image.getpixel((0, 0))} if mode == "P" else {}))
+    file, clear = io.BytesIO(), image.getpixel((0, 0)) if mode == "P" else None
+    image.save(file, "JPEG" if mode == "CMYK" else "PNG", transparency=clear)
     given = processor(do_image_splitting=False)(Image.open(file), return_tensors="np")
     rules = msgspec.structs.replace(RULES, splits=False)
     assert np.array_equal(
