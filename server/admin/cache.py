@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from radix import Eviction, Outlook
 from radix.views import Block, NodeView
 from runtime import calls
+from runtime.errors import InvalidRequest
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
 from server.admin.node_ids import ids_for
@@ -60,10 +61,12 @@ class PinRequest(Body, Scoped):
         return self
 
     def prefix(self, tenant: Tenant, context: Context, stores: Stores) -> Submission:
-        """Raises NotFound."""
+        """Raises NotFound and InvalidRequest."""
         if self.tenant is not None:
             tenant = context.tenant(self.tenant)
         sampling, messages = SamplingParams(max_new_tokens=1, temperature=0), self.messages
+        if context.engine.sight is not None and any(message.images for message in messages or ()):
+            raise InvalidRequest("images are not served in a pin; send a request, and pin its node", param="messages")
         if messages is None:
             prompt = self.text if self.text is not None else self.input_ids or []
             return self.submission(prompt, sampling, tenant, context)

@@ -159,6 +159,7 @@ def test_anthropic(sees, expected):
     found = sees.post("/v1/messages", json=body).json()
     assert found["content"][0]["text"] == expected[1]
     assert "left_out" not in found
+    assert found["usage"]["breakpoints"][0]["kept_tokens"] >= 80, "rows of images count as tokens"
     count = sees.post("/v1/messages/count_tokens", json={"messages": messages, "model": "tiny-idefics3"}).json()
     usage = found["usage"]
     assert count == {
@@ -172,7 +173,8 @@ def test_anthropic(sees, expected):
         {"role": "user", "content": [result]},
     ]
     found = sees.post("/v1/messages", json={**body, "messages": turns}).json()
-    assert found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"] > 80
+    usage = found["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] > 80
     assert "left_out" not in found
 
 
@@ -264,6 +266,8 @@ def test_prompts_are_tokenized_and_written_with_images(sees):
     body = {"messages": [{"role": "user", "content": [part(A), text("Is <image> it?")]}]}
     found = chat(sees, body["messages"][0]["content"], return_token_ids=True).json()["prompt_token_ids"]
     assert sees.post("/tokenize", json=body).json()["tokens"] == found
+    refused = sees.post("/cache/pin", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
     assert sees.post("/apply-template", json=body).json()["prompt"] == rendered("<image>Is <image> it?")
 
 

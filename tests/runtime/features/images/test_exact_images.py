@@ -7,7 +7,8 @@ from array import array
 import pytest
 
 from radix import Namespace
-from runtime.calls import EraseTenant
+from runtime.calls import AddPin, EraseTenant
+from runtime.errors import PinRefused
 from runtime.features.images.part import ImagesPart
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
@@ -156,6 +157,11 @@ def test_tenants_and_salts_share_neither_tokens_nor_states(seeing_dir, encoded, 
     call(driver.core, EraseTenant("b"))
     assert answers(driver, encoded[:1], namespace=Namespace("b"), account="b") == expected[:1]
     assert tiles(driver) == 20, "nothing is left of an erased tenant"
+
+
+def test_a_pin_computes_no_images(seeing_dir, encoded):
+    with pytest.raises(PinRefused, match="has images"):
+        call(make_core(seeing_dir), AddPin(array("i", encoded[0][0]).tobytes()))
 
 
 def test_what_the_tree_has_needs_no_tower(seeing_dir, encoded, expected):
