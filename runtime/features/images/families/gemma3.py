@@ -22,18 +22,16 @@ class WholeRules(Rules, frozen=True, tag="gemma3"):
     """See above."""
 
     mutual: ClassVar[bool] = True
-    start: str = "<start_of_image>"
-    end: str = "<end_of_image>"
 
     @property
     def written(self) -> str:
-        return self.start
+        return "<start_of_image>"
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
         return [(self.longest, self.longest)]
 
     def text(self, width: int, height: int) -> str:
-        return f"\n\n{self.start}{self.image * self.rows(self.longest, self.longest)}{self.end}\n\n"
+        return f"\n\n{self.written}{self.image * self.rows(self.longest, self.longest)}<end_of_image>\n\n"
 
 
 RULES = WholeRules

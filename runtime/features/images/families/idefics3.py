@@ -21,13 +21,10 @@ class SquareRules(Rules, frozen=True, tag="idefics3"):
     Attributes:
         tile: edge of a tile.
         splits: whether larger images are cut; if not, the whole image is one tile.
-        edge, whole: texts of the tokens around tiles, and of the tile with the whole image.
     """
 
     tile: int
     splits: bool
-    edge: str = "<fake_token_around_image>"
-    whole: str = "<global-img>"
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
         first = _bounded(*_fitted(width, height, self.longest))
@@ -54,10 +51,10 @@ class SquareRules(Rules, frozen=True, tag="idefics3"):
 
     def text(self, width: int, height: int) -> str:
         rows, columns = self._grid(width, height)
-        row, cut = self.image * self.rows(self.tile, self.tile), ""
+        row, edge, cut = self.image * self.rows(self.tile, self.tile), "<fake_token_around_image>", ""
         for i in range(1, rows + 1 if rows * columns > 1 else 1):
-            cut += "".join(f"{self.edge}<row_{i}_col_{j}>{row}" for j in range(1, columns + 1)) + "\n"
-        return f"{cut}{cut and chr(10)}{self.edge}{self.whole}{row}{self.edge}"
+            cut += "".join(f"{edge}<row_{i}_col_{j}>{row}" for j in range(1, columns + 1)) + "\n"
+        return f"{cut}{cut and chr(10)}{edge}<global-img>{row}{edge}"
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of tiles."""

@@ -16,14 +16,7 @@ TOWERS = {
 
 
 class LineRules(Rules, frozen=True, tag="mistral3"):
-    """See above.
-
-    Attributes:
-        line, end: texts of the tokens behind a line, and behind the last one.
-    """
-
-    line: str = "[IMG_BREAK]"
-    end: str = "[IMG_END]"
+    """See above."""
 
     def sizes(self, width: int, height: int) -> list[tuple[int, int]]:
         ratio = max(height / self.longest, width / self.longest)
@@ -34,7 +27,7 @@ class LineRules(Rules, frozen=True, tag="mistral3"):
     def text(self, width: int, height: int) -> str:
         (size,) = self.sizes(width, height)
         lines = [self.image * (size[0] // self.row)] * (size[1] // self.row)
-        return self.line.join(lines) + self.end
+        return "[IMG_BREAK]".join(lines) + "[IMG_END]"
 
 
 RULES = LineRules
