@@ -106,10 +106,7 @@ class ChatPrompts:
         return sampling, otherwise
 
     async def text(self, body: ChatRequest, tenant: Tenant) -> str:
-        """The rendered text of a conversation, with the model's token for each image.
-
-        Raises InvalidRequest, also if it has parts.
-        """
+        """The rendered text of a conversation, with tokens for images. Raises InvalidRequest, also if it has parts."""
         text, images = await self._rendered(body, tenant)
         return text if images is None else images.named(text)
 

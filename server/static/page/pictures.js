@@ -12,7 +12,7 @@ function setPictures(urls) {
     return box;
   }));
 }
-// A body has 8 MiB, and each turn sends all pictures again: large ones, as phones make them, are sent smaller.
+// Large pictures, as of phones, are sent smaller: a body has 8 MiB, and each turn sends all of them again.
 const MOST_BYTES = 1 << 21, MOST_EDGE = 2048;
 async function smaller(file) {
   const given = await createImageBitmap(file), scale = Math.min(1, MOST_EDGE / Math.max(given.width, given.height));

@@ -62,7 +62,6 @@ def test_pixels_of_tiles_are_those_of_the_processor(size, splits):
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "1", "CMYK"])
 def test_what_is_transparent_is_white_as_with_the_processor(mode):
-    """The alpha of the first two is a ramp; a colour of the third is transparent."""
     image = picture(5, 60, 60).convert(mode)
     if image.has_transparency_data:
         image.putalpha(Image.linear_gradient("L").resize(image.size))

@@ -68,7 +68,6 @@ def test_bytes_of_anthropics_images_become_no_url():
 
 
 def test_salts_share_no_decoding(sight, monkeypatch):
-    """How long it takes would tell whether an image is known."""
     orders, decode = [], PROCESSES.decode
     monkeypatch.setattr(PROCESSES, "decode", lambda order: (orders.append(order), decode(order))[1])
     for salt in ("one", "two", "one"):
