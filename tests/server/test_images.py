@@ -238,7 +238,6 @@ def test_what_cannot_be_served_is_one_error(sees, kind):
     error = found.json()["error"]
     assert (found.status_code, error["param"], error["code"]) == (400, "messages", "invalid_image")
     assert reason in error["message"]
-    assert "/etc/passwd" not in error["message"] or kind == "a file"
 
 
 def test_too_many_images_are_refused(sees):
@@ -247,19 +246,6 @@ def test_too_many_images_are_refused(sees):
         found = chat(sees, content)
         assert found.status_code == 400
         assert "more than 64 images" in found.json()["error"]["message"]
-
-
-def test_an_upright_image(sees):
-    """An image that EXIF turns is the same as one whose pixels are turned."""
-    upright = A.convert("RGB")
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turn by 270 degrees
-    turned, file = upright.transpose(Image.Transpose.ROTATE_90), io.BytesIO()
-    turned.save(file, "PNG", exif=exif)
-    question = text("Which way is up?")
-    first = chat(sees, [part(upright), question]).json()
-    second = chat(sees, [{"type": "image_url", "image_url": {"url": url_of(file.getvalue())}}, question]).json()
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] // 16 * 16
 
 
 def test_prompts_are_tokenized_and_written_with_images(sees):
