@@ -81,10 +81,7 @@ class Sight(Protocol):
     """How the model sees. Thread-safe."""
 
     def pictures(self, account: str, param: str, salt: str | None = None) -> Pictures:
-        """No images yet of a prompt of an account, which shares with none of another salt how long decoding took.
-
-        `param`: the field of the request that has them, for errors.
-        """
+        """No images yet of a prompt of an account and a salt. `param`: the request's field with them, for errors."""
 
     def erase(self, account: str) -> None:
         """Forget what is known of an account's images."""

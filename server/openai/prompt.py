@@ -111,7 +111,7 @@ class ChatPrompts:
         return text if images is None else images.named(text)
 
     async def tokens(self, body: ChatRequest, tenant: Tenant, add_special_tokens: bool = False) -> list[int]:
-        """The tokens of a conversation's prompt, as clients see them. Raises InvalidRequest, also if it has parts."""
+        """The tokens of a conversation's prompt, as clients see them. Raises as `text`."""
         text, images = await self._rendered(body, tenant)
         engine = self._context.engine
         if images is None:

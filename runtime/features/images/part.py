@@ -117,13 +117,11 @@ class ImagesPart(Part):
         self._core, self._states = core, states
         self._threads = FairThreads(1, "ramet-images")
         self._open: dict[str, Job] = {}
-        self._requests = 0
 
     def added(self, request: Request) -> None:
         asked = request.message.images
         if asked is not None and asked.runs:
             request.given = ImageRows(request, asked, self._states)
-            self._requests += 1
 
     def blocked_on(self, request: Request) -> tuple[str, str] | None:
         """Wait for the tiles that are not in the tree, and start to compute those whose states are not there."""
@@ -165,7 +163,7 @@ class ImagesPart(Part):
         self._states.erase()
 
     def report(self, state: State) -> None:
-        state.figures |= {"image_requests": self._requests, "image_tiles": self._states.calls}
+        state.figures["image_tiles"] = self._states.calls
 
     def close(self) -> None:
         self._threads.close()
