@@ -66,7 +66,7 @@ class PinRequest(Body, Scoped):
             tenant = context.tenant(self.tenant)
         sampling, messages = SamplingParams(max_new_tokens=1, temperature=0), self.messages
         if context.engine.sight is not None and any(message.images for message in messages or ()):
-            raise InvalidRequest("images are not served in a pin; send a request, and pin its node", param="messages")
+            raise InvalidRequest("images are not served in a pin: pin the node of a request", param="messages")
         if messages is None:
             prompt = self.text if self.text is not None else self.input_ids or []
             return self.submission(prompt, sampling, tenant, context)

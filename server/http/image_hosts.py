@@ -116,9 +116,8 @@ class ImageHosts:
 
     def _is_allowed(self, address: Address, port: int) -> bool:
         plain = getattr(address, "ipv4_mapped", None) or address
-        if f"{plain}:{port}" in self._names:
-            return True
-        return (plain.is_global and not plain.is_multicast) or any(plain in network for network in self._networks)
+        listed = f"{plain}:{port}" in self._names or any(plain in network for network in self._networks)
+        return listed or (plain.is_global and not plain.is_multicast)
 
 
 @cache

@@ -61,7 +61,7 @@ def test_pixels_of_tiles_are_those_of_the_processor(size, splits):
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_what_is_transparent_is_white_as_with_the_processor(mode):
+def test_transparent_pixels_are_those_of_the_processor(mode):
     image, file = picture(5, 32, 32).convert(mode), io.BytesIO()
     if mode != "P":
         image.putalpha(Image.linear_gradient("L").resize(image.size))
