@@ -5,18 +5,19 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class Piece(Future[T]):
-    """A task. Cancelling skips it before it starts; a running task continues to its end.
+    """A task. Cancelling skips it before it starts; a running task continues to its end, or gives up.
 
     Attributes:
         account: the account that submitted it.
         work: the task itself.
+        is_wanted: whether somebody may still wait for it, see `give_up_if_unwanted`.
         began_s: start time on the monotonic clock; None before.
     """
 
@@ -25,6 +26,17 @@ class Piece(Future[T]):
         self.account = account
         self.began_s: float | None = None
         self.work = work
+        self.is_wanted = True
+
+
+_own = threading.local()
+
+
+def give_up_if_unwanted() -> None:
+    """Raise CancelledError in a task whose caller was cancelled. Long tasks call this between their parts."""
+    piece: Piece[Any] | None = getattr(_own, "piece", None)
+    if piece is not None and not piece.is_wanted:
+        raise CancelledError
 
 
 class FairThreads:
@@ -56,8 +68,13 @@ class FairThreads:
         return piece
 
     async def run(self, account: Hashable, work: Callable[[], T]) -> T:
-        """The result of a task, which is skipped if the caller is cancelled before it starts."""
-        return await asyncio.wrap_future(self.submit(account, work))
+        """The result of a task, which is skipped if the caller is cancelled before it starts, and then may give up."""
+        piece = self.submit(account, work)
+        try:
+            return await asyncio.wrap_future(piece)
+        except asyncio.CancelledError:
+            piece.is_wanted = False
+            raise
 
     def close(self) -> None:
         """Cancel all queued tasks."""
@@ -86,11 +103,12 @@ class FairThreads:
                     piece.set_exception(error)
 
     def _run(self, piece: Piece[Any]) -> None:
-        piece.began_s = time.monotonic()
+        piece.began_s, _own.piece = time.monotonic(), piece
         try:
             piece.set_result(piece.work())
         except BaseException as error:
             piece.set_exception(error)
+        _own.piece = None
         with self._lock:
             self._running[piece.account] -= 1
             if not self._running[piece.account]:

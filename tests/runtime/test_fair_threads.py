@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.fair_threads import FairThreads
+from runtime.fair_threads import FairThreads, give_up_if_unwanted
 
 
 @pytest.fixture
@@ -105,3 +105,25 @@ def test_a_thread_that_cannot_be_started_costs_no_place(monkeypatch):
         failed.result(60)
     assert threads.submit("a", lambda: 2).result(60) == 2
     threads.close()
+
+
+def test_a_running_task_gives_up_once_its_caller_is_cancelled(gate):
+    threads, started, done = FairThreads(1, "test"), threading.Event(), []
+
+    def work() -> None:
+        started.set()
+        gate.wait(60)
+        give_up_if_unwanted()
+        done.append("all of it")
+
+    async def leave() -> None:
+        task = asyncio.ensure_future(threads.run("a", work))
+        await asyncio.to_thread(started.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    gate.set()
+    threads.submit("a", give_up_if_unwanted).result(60)
+    assert done == []

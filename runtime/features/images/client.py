@@ -17,6 +17,7 @@ import msgspec
 from cachetools import LRUCache
 
 from runtime.errors import InvalidRequest, RametError
+from runtime.fair_threads import give_up_if_unwanted
 from runtime.features.images.ask import ImagesAsk, TileRun
 from runtime.features.images.decoding import PROCESSES, DecodeOrder
 from runtime.features.images.rules import ImageLayout, Rules, tokens_of
@@ -216,6 +217,7 @@ class Images:
 
     def _layout(self, mark: str) -> ImageLayout:
         if mark not in self._layouts:
+            give_up_if_unwanted()
             try:
                 self._layouts[mark] = self._sight.layout(self._account, self._salt, mark, self._files[mark])
             except InvalidRequest as error:

@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import threading
 from array import array
 from base64 import b64encode
+from concurrent.futures import CancelledError
 
 import msgspec
+import pytest
 
 from radix import Namespace
 from radix.hashes import block_hashes
 from runtime.config import make_config
+from runtime.fair_threads import FairThreads
 from runtime.features.images.client import Images
 from runtime.features.images.decoding import PROCESSES
 from runtime.frontend.output import Submission
@@ -74,3 +78,21 @@ def test_salts_share_no_decoding(sight, monkeypatch):
         own = sight.pictures("salted", "messages", salt)
         own.encode(own.add(file_of(picture(77, 20, 20))))
     assert len(orders) == 2
+
+
+def test_no_further_image_is_decoded_for_a_client_that_is_gone(sight, monkeypatch):
+    orders, decode, threads, began = [], PROCESSES.decode, FairThreads(1, "test"), threading.Event()
+    images = sight.pictures("gone", "messages")
+    text = "".join(images.add(file) for file in (A, B))
+
+    def leave(order):
+        orders.append(order)
+        piece.is_wanted = False
+        return decode(order)
+
+    monkeypatch.setattr(PROCESSES, "decode", leave)
+    piece = threads.submit("gone", lambda: began.wait() and images.read(text))
+    began.set()
+    with pytest.raises(CancelledError):
+        piece.result(60)
+    assert len(orders) == 1
