@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import numpy as np
 from sortedcontainers import SortedList
 
 from radix.namespace import Namespace
@@ -17,6 +18,16 @@ ATTACHED = LEAST_PAD.to_bytes(TOKEN_BYTES, "little", signed=True)
 
 # Below this many children a scan for the best partial page is cheaper than keeping them sorted.
 _SORT_FROM = 9
+
+
+def num_unpadded(tokens: array[int]) -> int:
+    """Number of tokens, int32, that pad no page."""
+    return sum(not LEAST_PAD <= token < 0 for token in tokens)
+
+
+def has_names(tokens: bytes) -> bool:
+    """Whether some of the int32 tokens are no ids but names of content, as of an image: those below the pads."""
+    return bool(np.frombuffer(tokens, "<i4").min(initial=0) < LEAST_PAD)
 
 
 class Meta(Protocol):

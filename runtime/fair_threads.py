@@ -17,7 +17,7 @@ class Piece(Future[T]):
     Attributes:
         account: the account that submitted it.
         work: the task itself.
-        is_wanted: whether somebody may still wait for it, see `give_up_if_unwanted`.
+        is_wanted: whether it was not cancelled, see `give_up_if_unwanted`.
         began_s: start time on the monotonic clock; None before.
     """
 
@@ -28,12 +28,16 @@ class Piece(Future[T]):
         self.work = work
         self.is_wanted = True
 
+    def cancel(self) -> bool:
+        self.is_wanted = False
+        return super().cancel()
+
 
 _own = threading.local()
 
 
 def give_up_if_unwanted() -> None:
-    """Raise CancelledError in a task whose caller was cancelled. Long tasks call this between their parts."""
+    """Raise CancelledError in a task that was cancelled. Long tasks call this between their parts."""
     piece: Piece[Any] | None = getattr(_own, "piece", None)
     if piece is not None and not piece.is_wanted:
         raise CancelledError
@@ -69,12 +73,7 @@ class FairThreads:
 
     async def run(self, account: Hashable, work: Callable[[], T]) -> T:
         """The result of a task, which is skipped if the caller is cancelled before it starts, and then may give up."""
-        piece = self.submit(account, work)
-        try:
-            return await asyncio.wrap_future(piece)
-        except asyncio.CancelledError:
-            piece.is_wanted = False
-            raise
+        return await asyncio.wrap_future(self.submit(account, work))
 
     def close(self) -> None:
         """Cancel all queued tasks."""

@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import random
-import resource
 import shutil
 import signal
 import tempfile
@@ -30,6 +29,7 @@ from runtime.errors import ModelError
 from runtime.execution.attention import flashinfer
 from runtime.models.default_model import fetch_default
 from runtime.models.tokenizer import Tokenizer
+from tests.resident import resident_bytes
 from tests.tiny import TINY_MODELS, save_tiny
 
 _MUCH = 50_000_000  # bytes
@@ -87,16 +87,10 @@ def _small_workspaces() -> None:
 @pytest.fixture(autouse=True)
 def _engines_go_with_their_test() -> Iterator[None]:
     """An engine, with its tensors of hundreds of megabytes, is in cycles that Python would collect much later."""
-    before = _resident_bytes()
+    before = resident_bytes()
     yield
-    if _resident_bytes() - before > _MUCH:
+    if resident_bytes() - before > _MUCH:
         gc.collect()
-
-
-def _resident_bytes() -> int:
-    """What this process has in memory; 0 where the system is not Linux, so that no test collects."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from contextlib import nullcontext, suppress
 from itertools import islice
 
 from radix import Namespace, Node, path, text_of_path
+from radix.node import num_unpadded
 from runtime import calls
 from runtime.engine.core import EngineCore
 from runtime.engine.part import Part
@@ -100,7 +101,7 @@ class Operators(Part):
     def _num_cached(self, run: Run) -> int:
         tree, page_size = self._cache.tree, self._cache.page_size
         rows = run.tokens[: len(tree.match(run.tokens.tobytes(), run.namespace).pages) * page_size]
-        return sum(map((0).__le__, rows))  # negative ones fill pages
+        return num_unpadded(rows)
 
     def _pause(self, call: calls.Pause) -> bool:
         self._core.paused = call.paused

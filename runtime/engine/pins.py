@@ -10,7 +10,7 @@ from itertools import count
 import msgspec
 
 from radix import Namespace
-from radix.node import LEAST_PAD, TOKEN_BYTES
+from radix.node import TOKEN_BYTES, has_names, num_unpadded
 from runtime.calls import AddPin, AllPins, Answers, GetPins, KeptPrefixes, PinView, RemovePin
 from runtime.engine.core import EngineCore
 from runtime.engine.part import Part
@@ -78,7 +78,7 @@ class Pins(Part):
 
     def _compute(self, call: AddPin) -> Generator[None, None, None]:
         """Add a request that computes the missing KV. Front ends ignore its events, since its id is unknown to them."""
-        if call.ask is None and min(array("i", call.tokens)) < LEAST_PAD:
+        if call.ask is None and has_names(call.tokens):
             raise PinRefused("the prefix has images, which only a request with them can compute")
         rid = f"(pin {next(self._serial)})"
         sampling = SamplingParams(max_new_tokens=0, temperature=0)
@@ -138,7 +138,7 @@ class Pins(Part):
                 whole = run.tokens[: len(run.tokens) // cache.page_size * cache.page_size]
                 one.reason = self._hold(whole, request.namespace, one.ttl_s)
                 if one.reason is None:
-                    one.kept = sum(not LEAST_PAD <= token < 0 for token in whole)
+                    one.kept = num_unpadded(whole)
         request.event.usage = usage_of(request.num_prompt, max(request.cached_tokens, 0), breakpoints)
 
     def _hold(self, whole: array[int], namespace: Namespace, ttl_s: float) -> str | None:

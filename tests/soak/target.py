@@ -6,13 +6,14 @@ import os
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 
+from tests.resident import resident_bytes
 from tests.server.conftest import PATIENCE_S, LiveServer, start, stop
 
 # Multiplies all counts and durations.
@@ -111,7 +112,8 @@ class Target:
 
     def memory(self) -> dict[str, float]:
         """Resident memory of both processes in MiB."""
-        return {"server": _resident_mib(self.live.process.pid), "engine": _resident_mib(self.live.engine_pid())}
+        pids = {"server": self.live.process.pid, "engine": self.live.engine_pid()}
+        return {name: resident_bytes(pid) / (1 << 20) for name, pid in pids.items()}
 
     async def warm_up(self, draw: random.Random) -> None:
         """Touch the whole pool, and everything that stays in memory after its first use."""
@@ -176,8 +178,3 @@ async def read(connection: socket.socket, most: float = float("inf")) -> bytes:
             break
         data += part
     return data
-
-
-def _resident_mib(pid: int) -> float:
-    lines: Sequence[str] = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))

@@ -100,9 +100,7 @@ def open_tower(
         return Tower(directory, rules, dtype, device, is_random)
     opening = _Opening(str(directory), str(dtype).removeprefix("torch."), is_random, threads or 0)
     with _opening_lock:
-        tower = _open.get(opening)
-        if tower is None:
-            tower = _open[opening] = TowerProcess(opening)
+        tower = _open.setdefault(opening, TowerProcess(opening))  # which starts no process yet
     tower.open()
     return tower
 

@@ -12,12 +12,11 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from xxhash import xxh3_128
 
 from radix import Namespace
 from radix.events import Stored
-from radix.node import LEAST_PAD
+from radix.node import has_names
 
 if TYPE_CHECKING:
     from runtime.features.tiers.crypt import KeyFile
@@ -114,7 +113,7 @@ class Format:
     def key(self, parent: BlockKey, namespace: Namespace, tokens: bytes) -> BlockKey:
         """The key of the block that follows `parent`; `ROOT` is the parent of a namespace's first block."""
         fields = [parent, namespace.to_bytes(), tokens]
-        if self._sight and np.frombuffer(tokens, "<i4").min(initial=0) < LEAST_PAD:
+        if self._sight and has_names(tokens):
             fields.append(self._sight)
         return _digest(self._secret, *fields)
 
