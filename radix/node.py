@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import numpy as np
 from sortedcontainers import SortedList
 
 from radix.namespace import Namespace
@@ -27,7 +26,7 @@ def num_unpadded(tokens: array[int]) -> int:
 
 def has_names(tokens: bytes) -> bool:
     """Whether some of the int32 tokens are no ids but names of content, as of an image: those below the pads."""
-    return bool(np.frombuffer(tokens, "<i4").min(initial=0) < LEAST_PAD)
+    return min(array("i", tokens), default=0) < LEAST_PAD
 
 
 class Meta(Protocol):
