@@ -38,10 +38,15 @@ def leave_out(name: str) -> bool:
     """Note a field that is left out; False if no answer can name it. Raises InvalidRequest for too many names."""
     if (found := _names.get()) is None:
         return False
-    found[name[:MOST_CHARACTERS].encode(errors="replace").decode()] = None
+    found[shown(name)] = None
     if len(found) > MOST:
         raise InvalidRequest(f"there are more than {MOST} unknown fields")
     return True
+
+
+def shown(name: str) -> str:
+    """A client's name as an answer can have it: short, and Unicode."""
+    return name[:MOST_CHARACTERS].encode(errors="replace").decode()
 
 
 def leave_out_unknown(name: str, value: Any) -> bool:

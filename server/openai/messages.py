@@ -15,6 +15,7 @@ from server.features.parts import FeaturePart, GivenPart
 from server.features.registry import MessagePart
 from server.http.body import Body, ByType, OneOr, Text, Unusable
 from server.http.fields import ANSWERED
+from server.http.unknown_fields import MOST, shown
 from server.openai.caching import ExplicitBreakpoint, Mark, unmarked
 from server.openai.tools import MAX_TOOLS, ToolCall
 
@@ -59,6 +60,7 @@ class ImagePart(Unusable):
 
     type: Literal["image_url", "input_image", "image"]
     image_url: Any = None
+    detail: Any = None
     prompt_cache_breakpoint: ExplicitBreakpoint | None = None
     _images: Pictures | None = PrivateAttr(None)
     _mark: str | None = PrivateAttr(None)
@@ -86,6 +88,12 @@ class ImagePart(Unusable):
             message = "an image needs a data URL as image_url, or base64 as Anthropic's source; it has neither"
             raise InvalidRequest(message, param=self._images.param, code="invalid_image")
         return self._mark
+
+    @property
+    def unread(self) -> list[str]:
+        """What is asked of the image beside its URL: the model's own processor decides how an image is read."""
+        beside = self.image_url if isinstance(self.image_url, dict) else {"detail": self.detail}
+        return [shown(f"image_url.{name}") for name in beside if name != "url" and beside[name] not in (None, "auto")]
 
     @property
     def url(self) -> str:
@@ -143,7 +151,9 @@ class Message(Body):
         """What the prompt lacks of the message."""
         parts = self.content if isinstance(self.content, list) else []
         lost = [part for part in parts if isinstance(part, Unusable) and part.is_left_out]
-        return self._left_out + [f"content {part.type}" for part in lost]
+        seen = [part for part in parts if isinstance(part, ImagePart) and not part.is_left_out]
+        unread = list(dict.fromkeys(name for part in seen for name in part.unread))[:MOST]
+        return self._left_out + [f"content {part.type}" for part in lost] + unread
 
     @property
     def images(self) -> list[ImagePart]:

@@ -271,6 +271,15 @@ def test_an_approximate_way_of_reuse_is_refused(sees):
     assert found.json()["error"]["message"] == "reasoncache is not served with images"
 
 
+@pytest.mark.parametrize("beside", [{"detail": "low"}, {"max_pixels": 9}])
+def test_what_is_asked_beside_a_url_is_listed(sees, beside):
+    given = part(A)
+    given["image_url"] |= beside
+    found = chat(sees, [given, given]).json()
+    assert found["left_out"] == [f"image_url.{name}" for name in beside]
+    assert "left_out" not in chat(sees, [given | {"image_url": given["image_url"] | dict.fromkeys(beside)}]).json()
+
+
 def test_a_model_that_reads_text_alone_leaves_images_out(client):
     found = chat(client, [part(A), text("What is it?")]).json()
     assert found["left_out"] == ["content image_url"]
