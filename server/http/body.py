@@ -221,6 +221,11 @@ class Unusable(Body, extra="ignore"):
     def is_left_out(self) -> bool:
         return True
 
+    @property
+    def unread(self) -> list[str]:
+        """Names of fields of a part that is not left out, which have no effect."""
+        return []
+
 
 class ByType:
     """Annotation of a union of bodies. The field `type` chooses the branch; the first branch is the default.

@@ -91,9 +91,9 @@ class ImagePart(Unusable):
 
     @property
     def unread(self) -> list[str]:
-        """What is asked of the image beside its URL: the model's own processor decides how an image is read."""
         beside = self.image_url if isinstance(self.image_url, dict) else {"detail": self.detail}
-        return [shown(f"image_url.{name}") for name in beside if name != "url" and beside[name] not in (None, "auto")]
+        found = [name for name in beside if name != "url" and beside[name] not in (None, "auto")]
+        return [shown(f"image_url.{name}") for name in found[:MOST]]
 
     @property
     def url(self) -> str:
@@ -150,10 +150,11 @@ class Message(Body):
     def left_out(self) -> list[str]:
         """What the prompt lacks of the message."""
         parts = self.content if isinstance(self.content, list) else []
-        lost = [part for part in parts if isinstance(part, Unusable) and part.is_left_out]
-        seen = [part for part in parts if isinstance(part, ImagePart) and not part.is_left_out]
-        unread = list(dict.fromkeys(name for part in seen for name in part.unread))[:MOST]
-        return self._left_out + [f"content {part.type}" for part in lost] + unread
+        found = [*self._left_out]
+        for part in parts:
+            if isinstance(part, Unusable):
+                found += [f"content {part.type}"] if part.is_left_out else part.unread
+        return found
 
     @property
     def images(self) -> list[ImagePart]:

@@ -326,6 +326,7 @@ async def ask(app: FastAPI, path: str, body: bytes) -> tuple[int, int]:
 
 def check(app: FastAPI, path: str, body: bytes, name: str, most: int = MOST_CALLS) -> None:
     assert len(body) <= MIB
+    asyncio.run(ask(app, path, b"{}"))  # a route's first request builds the route
     status, calls = asyncio.run(ask(app, path, body))
     assert status in (200, 400, 404, 503), name
     assert calls <= most, name
