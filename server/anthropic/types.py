@@ -135,8 +135,8 @@ class ImageBlock(MessageBlock, Unusable):
         return ImagePart(type="image", image_url=given.get("url"))
 
     @property
-    def is_left_out(self) -> bool:
-        return self.part.is_left_out
+    def left_out(self) -> list[str]:
+        return self.part.left_out
 
 
 ReadBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock | ImageBlock | OtherBlock, ByType()]
@@ -298,8 +298,7 @@ class MessagesPrompt(Named):
         sources = [block.source for block in blocks if isinstance(block, DocumentBlock)]
         edits = self.context_management.edits if self.context_management else []
         found = super().left_out + [f"tool {tool.type}" for tool in self.tools or () if isinstance(tool, Unusable)]
-        lost = [block for block in (*blocks, *sources) if isinstance(block, Unusable) and block.is_left_out]
-        found += [f"content {block.type}" for block in lost]
+        found += [what for one in (*blocks, *sources) if isinstance(one, Unusable) for what in one.left_out]
         found += [f"edit {edit.type}" for edit in edits if not edit.type.startswith("clear_thinking")]
         return list(dict.fromkeys(found))
 

@@ -218,13 +218,9 @@ class Unusable(Body, extra="ignore"):
         return f"[{self.type[:64]}: left out, because this model reads text alone]"
 
     @property
-    def is_left_out(self) -> bool:
-        return True
-
-    @property
-    def unread(self) -> list[str]:
-        """Names of fields of a part that is not left out, which have no effect."""
-        return []
+    def left_out(self) -> list[str]:
+        """What the answer does not regard of a part."""
+        return [f"content {self.type}"]
 
 
 class ByType:

@@ -90,12 +90,6 @@ class ImagePart(Unusable):
         return self._mark
 
     @property
-    def unread(self) -> list[str]:
-        beside = self.image_url if isinstance(self.image_url, dict) else {"detail": self.detail}
-        found = [name for name in beside if name != "url" and beside[name] not in (None, "auto")]
-        return [shown(f"image_url.{name}") for name in found[:MOST]]
-
-    @property
     def url(self) -> str:
         given = self.image_url.get("url") if isinstance(self.image_url, dict) else self.image_url
         return given if isinstance(given, str) else ""
@@ -105,8 +99,13 @@ class ImagePart(Unusable):
         self._fetched = fetched.get(self.url)
 
     @property
-    def is_left_out(self) -> bool:
-        return self._images is None
+    def left_out(self) -> list[str]:
+        """The image, or what is asked of it beside its URL: the model's own processor decides."""
+        if self._images is None:
+            return super().left_out
+        beside = self.image_url if isinstance(self.image_url, dict) else {"detail": self.detail}
+        found = [name for name in beside if name != "url" and beside[name] not in (None, "auto")]
+        return [shown(f"image_url.{name}") for name in found[:MOST]]
 
     def see(self, images: Pictures) -> None:
         """Have the image join those of the prompt, as soon as the prompt's text is made."""
@@ -153,7 +152,7 @@ class Message(Body):
         found = [*self._left_out]
         for part in parts:
             if isinstance(part, Unusable):
-                found += [f"content {part.type}"] if part.is_left_out else part.unread
+                found += part.left_out
         return found
 
     @property
